@@ -1,0 +1,1 @@
+"""The edgeagent command: one file per subcommand."""

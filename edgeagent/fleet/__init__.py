@@ -1,0 +1,1 @@
+"""The MQTT uplink: topics, messages, outbox, commands."""

@@ -1,0 +1,1 @@
+"""What a GPU is and how to read one. No Kubernetes here."""

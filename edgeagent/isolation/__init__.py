@@ -1,0 +1,1 @@
+"""Making a share real, and saying how far each limit can be trusted."""

@@ -1,0 +1,1 @@
+"""Speaking to the kubelet: registration, device plugin servers, the checkpoint file, podresources."""

@@ -1,0 +1,1 @@
+"""The host beside the GPUs: /proc and cgroups, CDI specs, K3s, the API server, clocks."""

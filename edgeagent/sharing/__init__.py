@@ -1,0 +1,1 @@
+"""Pure decisions about shares: no I/O, no clock, no threads, no knowledge of device plugins."""
