@@ -188,9 +188,9 @@ class _Loader:
                 )
                 self.problem(k, here, f"unknown key{hint}")
                 continue
-            if _is_null(v) and type(None) not in typing.get_args(hints[f.name]):
-                if not is_dataclass(hints[f.name]):
-                    continue  # `key:` with nothing after it: the default
+            optional = type(None) in typing.get_args(hints[f.name])
+            if _is_null(v) and not optional and not is_dataclass(hints[f.name]):
+                continue  # `key:` with nothing after it: the default
             values[f.name] = self.value(v, hints[f.name], here, f.metadata, depth + 1)
         if len(self.problems) > before:
             return None

@@ -1,0 +1,43 @@
+# Each target makes .venv first where it is missing; nothing has to be installed by hand.
+.PHONY: help venv demo test lint bench format protos clean
+.DEFAULT_GOAL := help
+
+VENV := .venv/bin
+export PATH := $(CURDIR)/.cache/bin:$(PATH):/usr/sbin
+# How `make demo` and `make bench` are called; for example: make demo ARGS="--for 20s"
+ARGS ?=
+
+help: ## what there is
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+.venv/installed-for: pyproject.toml
+	@tools/dev-env.sh
+
+venv: ## .venv with all that development needs, and the broker for the tests
+	@tools/dev-env.sh browser
+
+demo: .venv/installed-for ## two simulated GPUs shared by three pods, live in this terminal
+	@$(VENV)/edgeagent demo $(ARGS)
+
+test: venv ## all tests
+	$(VENV)/pytest $(ARGS)
+
+lint: .venv/installed-for ## formatting, lint, types, import rules, shell scripts
+	$(VENV)/ruff format --check .
+	$(VENV)/ruff check .
+	$(VENV)/mypy
+	$(VENV)/lint-imports
+	@if ls *.sh tools/*.sh >/dev/null 2>&1; then $(VENV)/shellcheck -s sh $$(ls install.sh tools/*.sh 2>/dev/null); fi
+
+bench: venv ## measure: memory, CPU, latencies; prints a table against the targets
+	$(VENV)/python -m tests.bench $(ARGS)
+
+format: .venv/installed-for ## format and fix
+	$(VENV)/ruff check --fix .
+	$(VENV)/ruff format .
+
+protos: .venv/installed-for ## regenerate edgeagent/kubelet/protos from its .proto files
+	$(VENV)/python tools/make_protos.py
+
+clean: ## remove what was built
+	rm -rf .venv .cache build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,32 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from edgeagent.config import Config, load_file
+
+DEFAULT_CONFIG = "/etc/edgeagent/agent.yaml"
+ENV_CONFIG = "EDGEAGENT_CONFIG"
+
+
+def add_config_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-c",
+        "--config",
+        metavar="FILE",
+        help=f"configuration (default: ${ENV_CONFIG}, else {DEFAULT_CONFIG})",
+    )
+
+
+def load_config(args: argparse.Namespace) -> tuple[Config, Path | None]:
+    """The configuration named on the command line, else by the environment, else the default file,
+    else built-in defaults. Raises ConfigError."""
+    named = getattr(args, "config", None) or os.environ.get(ENV_CONFIG)
+    if named:
+        return load_file(named), Path(named)
+    if Path(DEFAULT_CONFIG).exists():
+        return load_file(DEFAULT_CONFIG), Path(DEFAULT_CONFIG)
+    return Config(), None
