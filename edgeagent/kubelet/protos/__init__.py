@@ -1,0 +1,1 @@
+"""The kubelet's protocols: message classes and full method names, one module a protocol."""
