@@ -41,9 +41,10 @@ unpack() { # PACKAGE COMMAND: without root, below .cache/debian, with a wrapper 
 
 find_python() {
     for candidate in "${PYTHON:-}" python3 python3.13 python3.12 python3.11 python3.10; do
-        [ -n "$candidate" ] && "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || continue
-        echo "$candidate"
-        return
+        if [ -n "$candidate" ] && "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
     done
     die "Python 3.10 or newer is needed"
 }
@@ -71,7 +72,7 @@ make_venv() {
         --find-links .cache/pip-wheel/usr/share/python-wheels pip
 }
 
-[ -x .venv/bin/python ] && .venv/bin/python -c 'import pip' 2>/dev/null || make_venv
+.venv/bin/python -c 'import pip' 2>/dev/null || make_venv
 if ! cmp -s pyproject.toml .venv/installed-for 2>/dev/null; then
     say "installing the Python packages (once; about 250 MB)"
     .venv/bin/python -m pip install -q --disable-pip-version-check -e '.[dev]'

@@ -195,10 +195,17 @@ class _Loader:
         if len(self.problems) > before:
             return None
         made = cls(**values)
+        self.check(made, node, path, skip=set(values))
+        return made
+
+    def check(self, made: Any, node: yaml.Node, path: str, skip: set[str]) -> None:
+        """Reports what a section finds wrong with itself; sections left out of the file too."""
         check = getattr(made, "check", None)
         for text in check() if check else []:
             self.problem(node, path, text)
-        return made
+        for f in fields(made):
+            if f.name not in skip and is_dataclass(getattr(made, f.name)):
+                self.check(getattr(made, f.name), node, path, skip=set())
 
 
 def _is_null(node: yaml.Node) -> bool:
