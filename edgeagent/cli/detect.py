@@ -39,8 +39,7 @@ def run(args: argparse.Namespace) -> int:
 def _describe(gpus: tuple[Gpu, ...]) -> list[str]:
     rows: list[list[Any]] = [["INDEX", "UUID", "MODEL", "KIND", "MEMORY", "SOURCE", "PCI", "DRIVER"]]
     for g in gpus:
-        rows.append(
-            [str(g.index), g.uuid, g.model, g.kind.value, f"{g.memory_total_mib} MiB", g.source, g.pci_address or "-",
-             g.driver_version or "-"]
-        )  # fmt: skip
+        memory = f"{g.memory_total_mib} MiB"
+        where = [g.source, g.pci_address or "-", g.driver_version or "-"]
+        rows.append([str(g.index), g.uuid, g.model, g.kind.value, memory, *where])
     return table(rows)

@@ -32,15 +32,13 @@ def run(args: argparse.Namespace) -> int:
 
 def render(s: JsonObject, now_s: float) -> list[str]:
     """The text view of a snapshot (JSON form), as lines."""
-    lines = [
-        f"{s['node']} (site {s['site']}): {s['state']}, health {s['health']}; edgeagent {s['agentVersion']}, "
-        f"up {duration(now_s - s['startedMs'] / 1000)}, config {s['configHash'][:12]}"
-    ]
+    up = duration(now_s - s["startedMs"] / 1000)
+    agent = f"edgeagent {s['agentVersion']}, up {up}, config {s['configHash'][:12]}"
+    lines = [f"{s['node']} (site {s['site']}): {s['state']}, health {s['health']}; {agent}"]
     lines += [f"  ! {reason}" for reason in s.get("reasons", [])]
     kubelet = "connected" if s.get("kubeletConnected") else "not connected"
-    lines.append(
-        f"kubelet {kubelet}, binding {s['binding']}, memory unit {s['memoryUnitMib']} MiB; {_uplink(s['uplink'])}"
-    )
+    sharing = f"kubelet {kubelet}, binding {s['binding']}, memory unit {s['memoryUnitMiB']} MiB"
+    lines.append(f"{sharing}; {_uplink(s['uplink'])}")
     lines.append("")
     rows = [
         [
@@ -65,8 +63,9 @@ def render(s: JsonObject, now_s: float) -> list[str]:
         rows.append(
             [
                 str(gpu["index"]), gpu["model"], g["mode"], health,
-                _mib(g["usableMib"]), _mib(g["promisedMib"]), _mib(g["freeMib"]), f"{g['promisedCoresPct']} %",
-                _mib(reading.get("memoryUsedMib")), _unit(reading.get("utilPct"), " %"),
+                _mib(g["usableMiB"]), _mib(g["promisedMiB"]), _mib(g["freeMiB"]),
+                f"{g['promisedCoresPct']} %",
+                _mib(reading.get("memoryUsedMiB")), _unit(reading.get("utilPct"), " %"),
                 _unit(reading.get("temperatureC"), " °C"),
                 "/".join(levels.get(axis, {}).get("level", "none") for axis in ("memory", "compute")),
             ]
@@ -85,15 +84,16 @@ def render(s: JsonObject, now_s: float) -> list[str]:
             levels = c.get("levels", {})
             rows.append(
                 [
-                    _pod(c), c["container"], index.get(c["gpuUuid"], c["gpuUuid"]), _mib(c.get("memoryMib")),
-                    _mib(c.get("usedMib")) + (" OVER" if c.get("overLimit") else ""), _unit(c.get("coresPct"), " %"),
+                    _pod(c), c["container"], index.get(c["gpuUuid"], c["gpuUuid"]), _mib(c.get("memoryMiB")),
+                    _mib(c.get("usedMiB")) + (" OVER" if c.get("overLimit") else ""),
+                    _unit(c.get("coresPct"), " %"),
                     _level(levels.get("memory")), _level(levels.get("compute")),
                 ]
             )  # fmt: skip
         lines += table(rows)
     for w in s.get("waiting", []):
         since = duration(now_s - w["sinceMs"] / 1000)
-        lines.append(f"waiting {since}: {_pod(w)}/{w['container']} ({w['memoryMib']} MiB): {w['reason']}")
+        lines.append(f"waiting {since}: {_pod(w)}/{w['container']} ({w['memoryMiB']} MiB): {w['reason']}")
     lines.append("")
     rows = [["RESOURCE", "OFFERED", "HEALTHY", "ALLOCATED", "STATE"]]
     for r in s.get("resources", []):
