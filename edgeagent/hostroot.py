@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 
 MAX_TEXT_BYTES = 256 * 1024
+MAX_LINKS = 40  # as the kernel follows
 
 
 class HostRoot:
@@ -26,6 +27,31 @@ class HostRoot:
     def path(self, host_path: str) -> Path:
         """Where `host_path` (absolute, as the host names it) lies in this process's file system."""
         return self.root / host_path.lstrip("/")
+
+    def resolve(self, host_path: str) -> str:
+        """`host_path` with symbolic links followed inside this tree: an absolute link (as
+        /etc/nvpmodel.conf on Jetson) means the host's root, not this process's. A loop, or what does
+        not exist, is returned as far as it could be followed."""
+        done: list[str] = []
+        left = [p for p in reversed(host_path.split("/")) if p not in ("", ".")]
+        links = 0
+        while left:
+            part = left.pop()
+            if part == "..":
+                del done[-1:]
+                continue
+            try:
+                target = os.readlink(self.root.joinpath(*done, part))
+            except (OSError, ValueError):
+                done.append(part)
+                continue
+            links += 1
+            if links > MAX_LINKS:
+                return "/" + "/".join([*done, part, *reversed(left)])
+            if target.startswith("/"):
+                done.clear()
+            left.extend(p for p in reversed(target.split("/")) if p not in ("", "."))
+        return "/" + "/".join(done)
 
     def exists(self, host_path: str) -> bool:
         return os.path.exists(self.path(host_path))
