@@ -146,6 +146,7 @@ class GpuEventKind(str, Enum):
     RECOVERY_ACTION = "recovery_action"
     UNAVAILABLE = "unavailable"
     CLOCK = "clock"
+    DRIVER_ERROR = "driver_error"  # a driver's error line in the kernel log that carries no XID
 
 
 @dataclass(frozen=True, slots=True)
