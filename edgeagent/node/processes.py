@@ -38,7 +38,9 @@ class Processes:
         if self._namespaced is None:
             self._namespaced = in_cgroup_namespace(self._host)
         if self._namespaced:
-            return "the agent runs in a cgroup namespace of its own; run it as a host service or a privileged pod"
+            return (
+                "the agent is in a cgroup namespace of its own; run it as a host service or a privileged pod"
+            )
         return None
 
     def find(self, pid: int) -> ProcessInfo | None:

@@ -26,6 +26,7 @@ OTHER = "11111111-2222-3333-4444-555555555555"
 STATIC = "36b6f7e8d9c0a1b2c3d4e5f60718293a"
 C = "ab" * 32
 D = "cd" * 32
+K3D = f"/docker/{D}/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-"
 BE = "/kubepods.slice/kubepods-besteffort.slice/kubepods-besteffort-pod"
 
 PODS = {
@@ -61,8 +62,7 @@ PODS = {
     ),
     "static pod, cgroupfs": (f"0::/kubepods/burstable/pod{STATIC}/{C}", STATIC, C),
     "kind and k3d": (
-        f"0::/docker/{D}/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-besteffort.slice/"
-        f"kubelet-kubepods-besteffort-pod{UID_}.slice/cri-containerd-{C}.scope",
+        f"0::{K3D}besteffort.slice/kubelet-kubepods-besteffort-pod{UID_}.slice/cri-containerd-{C}.scope",
         UID,
         C,
     ),
@@ -178,8 +178,7 @@ DIRS = {
     "v1 cgroupfs, memory only": (False, f"memory/kubepods/besteffort/pod{UID}", C),
     "k3d": (
         True,
-        f"docker/{D}/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-burstable.slice/"
-        f"kubelet-kubepods-burstable-pod{UID_}.slice",
+        f"{K3D[1:]}burstable.slice/kubelet-kubepods-burstable-pod{UID_}.slice",
         f"cri-containerd-{C}.scope",
     ),
     "doubled": (True, f"kubepods/kubepods/besteffort/pod{UID}", C),
