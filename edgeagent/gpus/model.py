@@ -200,7 +200,8 @@ class CgroupMemoryLimiter(Protocol):
     """Driver-enforced memory limits per cgroup (NVML r615+): implemented by the NVML back end.
     Raises GpuError; `fault` "not_supported" where the driver lacks it."""
 
-    def set_memory_limits(self, uuid: str, cgroup_dir: str, soft_mib: int, hard_mib: int) -> None: ...
+    def set_memory_limits(self, uuid: str, cgroup_dir: str, soft_mib: int, hard_mib: int | None) -> None:
+        """`cgroup_dir` is the cgroup's directory as the host names it; `hard_mib` None: no limit."""
 
-    def get_memory_limits(self, uuid: str, cgroup_dir: str) -> tuple[int, int, int]:
-        """(soft MiB, hard MiB, bytes in use now)."""
+    def get_memory_limits(self, uuid: str, cgroup_dir: str) -> tuple[int, int | None, int]:
+        """(soft MiB, hard MiB or None for no limit, bytes in use now)."""
