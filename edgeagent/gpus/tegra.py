@@ -134,6 +134,9 @@ class TegraBackend:
                 fault=GpuFault.UNRESPONSIVE,
                 fault_detail=f"files hang: {', '.join(self._sweep.quarantined)}",
             )
+        if facts.codename == "Thor":
+            # Its GPU memory is nvidia.ko's: nvmap's files are there and say 0 whatever is used.
+            values = {k: v for k, v in values.items() if k not in ("nvmap", "nvmap_total")}
         nvml = self._read_nvml(nvml_uuid)
         if nvml is not None and nvml.fault in _NVML_FAULTS and facts.codename == "Thor":
             return GpuReading(uuid, self._clock(), fault=nvml.fault, fault_detail=nvml.fault_detail)
@@ -302,12 +305,9 @@ def device_nodes(host: HostRoot) -> tuple[str, ...]:
 
 
 def _processes(nvmap: tegra_files.NvMap | None, nvml: GpuReading | None) -> tuple[GpuProcess, ...] | None:
-    """nvmap's on nvgpu boards; where that shows nothing (Thor) NVML's."""
-    if nvmap is None or not any(c.used_mib for c in nvmap.clients):
-        if nvml is not None and nvml.processes is not None:
-            return nvml.processes
-        if nvmap is None:
-            return None
+    """nvmap's on nvgpu boards, else (Thor) NVML's."""
+    if nvmap is None:
+        return nvml.processes if nvml is not None else None
     compute = frozenset({ProcessType.COMPUTE})  # nvmap does not say which kind
     return tuple(GpuProcess(c.pid, compute, used_mib=c.used_mib, name=c.name) for c in nvmap.clients)
 
@@ -322,12 +322,13 @@ def _gpu_memory_mib(values: Mapping[str, Any], processes: tuple[GpuProcess, ...]
         values.get("nvmap_total"),
         nvmap.total_mib if nvmap else None,
     ]
-    # On Thor nvmap says 0 whatever is used, so a 0 counts only where nothing says more.
-    counts.append(sum(p.used_mib for p in processes or () if p.used_mib is not None) or None)
-    known = [c for c in counts if c is not None]
-    if not known:
-        return 0.0 if processes == () else None
-    return next((float(c) for c in known if c), 0.0)
+    for counted in counts:
+        if counted is not None:
+            return float(counted)
+    if processes is None:
+        return None
+    used = [p.used_mib for p in processes if p.used_mib is not None]
+    return sum(used) if used or not processes else None
 
 
 def _rails(values: Mapping[str, Any]) -> dict[str, float]:
