@@ -41,6 +41,7 @@ class MigInstance:
     gpu_instance_id: int
     compute_instance_id: int
     memory_mib: int | None = None
+    device_nodes: tuple[str, ...] = ()  # capability nodes (/dev/nvidia-caps/…) beside the GPU's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +147,7 @@ class GpuEventKind(str, Enum):
     RECOVERY_ACTION = "recovery_action"
     UNAVAILABLE = "unavailable"
     CLOCK = "clock"
+    MIG_CONFIG = "mig_config"  # MIG instances were made or removed: look for GPUs afresh
     DRIVER_ERROR = "driver_error"  # a driver's error line in the kernel log that carries no XID
 
 
@@ -158,6 +160,25 @@ class GpuEvent:
     xid: int | None = None
     detail: str | None = None
     source: str = "nvml"  # "nvml" | "kernel_log" | "simulated"
+
+
+@dataclass(frozen=True, slots=True)
+class GpuLink:
+    """How two GPUs of the node are joined, closest first: "nvlink" (with the number of links),
+    "board", "pix" (one PCIe switch), "pxb" (several), "phb" (host bridge), "node" (NUMA node), "sys"."""
+
+    kind: str
+    nvlinks: int = 0
+
+    @property
+    def closeness(self) -> int:
+        """Higher is closer; any NVLink beats any PCIe path."""
+        order = ("sys", "node", "phb", "pxb", "pix", "board")
+        return 10 * self.nvlinks if self.kind == "nvlink" else order.index(self.kind)
+
+
+Topology = Mapping[frozenset[str], GpuLink]
+"""Pairs of UUIDs; a pair of which nothing is known is absent."""
 
 
 @dataclass(frozen=True, slots=True)
