@@ -24,12 +24,19 @@ Not thread-safe: the caller locks. No method but `set_capacities`, `grant`, `set
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from edgeagent.errors import AllocationError
-from edgeagent.sharing.tokens import Amounts, Demand
+from edgeagent.sharing.health_tokens import Giving, GpuTokens, unhealthy_mask
+from edgeagent.sharing.placement import Candidate, choose
+from edgeagent.sharing.tokens import CORES, MEMORY, NUMBER, Amounts, Demand, highest_n, lowest, token_id
+
+NOTHING = Demand()
+NO_AMOUNTS = Amounts()
+
+_NAMES_IN_A_SENTENCE = 3
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -162,6 +169,68 @@ class Wording:
     pod_name: Callable[[str], str] = str
 
 
+def _union(demands: Iterable[Demand]) -> Demand:
+    memory = cores = shares = 0
+    for demand in demands:
+        memory |= demand.memory
+        cores |= demand.cores
+        shares |= demand.shares
+    return Demand(memory, cores, shares)
+
+
+def _wants_whole(demand: Demand) -> bool:
+    """A number and nothing else: one whole GPU."""
+    return bool(demand.shares) and not demand.memory and not demand.cores
+
+
+class _Pod:
+    """What one pod holds. `lies`: its tokens by the GPU they lie on (None: on no known GPU)."""
+
+    __slots__ = ("bookings", "lies")
+
+    def __init__(self) -> None:
+        self.bookings: dict[str, Booking] = {}
+        self.lies: dict[str | None, Demand] = {}
+
+    def holds(self) -> Demand:
+        return _union(self.lies.values())
+
+    def lies_on(self, uuid: str | None) -> Demand:
+        return self.lies.get(uuid, NOTHING)
+
+    def living(self) -> list[Booking]:
+        return [b for b in self.bookings.values() if not b.retired]
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    """How a demand would lie on one GPU. `missing`: room that it lacks there; `displace`: leftover of
+    the pod that makes way; `possible`: the GPU is large enough; `closed`: it takes nothing new, or is
+    sick; `kept`: it would use up room that is kept for others."""
+
+    capacity: GpuCapacity
+    candidate: Candidate
+    missing: Amounts
+    displace: Amounts
+    possible: bool
+    closed: bool
+    kept: bool
+
+    @property
+    def fits(self) -> bool:
+        return not any(self.missing) and not self.closed
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """A GPU that could hold a demand once others have left: `new` is the room it needs there, `missing`
+    how much of it is not free yet."""
+
+    uuid: str
+    new: Amounts
+    missing: Amounts
+
+
 class Ledger:
     """See the module's docstring for the rules."""
 
@@ -174,38 +243,61 @@ class Ledger:
         wording: Wording | None = None,
     ) -> None:
         """`policy`: "binpack" or "spread" (see placement.py); may be changed at any time."""
-        raise NotImplementedError
+        self.unit_mib = unit_mib
+        self.policy = policy
+        self.min_share_mib = min_share_mib
+        self.wording = wording or Wording()
+        self._capacities: dict[str, GpuCapacity] = {}
+        self._offered = Amounts()
+        self._granted = NOTHING
+        self._pods: dict[str, _Pod] = {}
+        # Derived from _pods, kept up to date by _lay and _lift: what all pods hold, and how much of it
+        # lies where.
+        self._held = NOTHING
+        self._used: dict[str | None, Amounts] = {}
 
     # --- what there is ---
 
     def set_capacities(self, capacities: Iterable[GpuCapacity]) -> None:
-        """The GPUs in mode `shared`, in the order they are listed to people; replaces the last set. A
-        GPU that is not in it any more counts as sick for those who are bound to it. Raises `offered`."""
-        raise NotImplementedError
+        """The GPUs in mode `shared`, in the order they are listed to people; replaces the last set.
+        A GPU that has vanished should be listed as sick for as long as it may come back (a demand that
+        only it could hold then waits instead of being refused for ever); one that is not listed counts
+        as sick for those who are bound to it. Raises `offered`."""
+        self._capacities = {c.uuid: c for c in capacities}
+        total = Amounts()
+        for capacity in self._capacities.values():
+            total = total.plus(capacity.amounts)
+        self._offered = self._offered.at_least(total)
+        for pod in self._pods.values():
+            for booking in pod.living():
+                if booking.whole and booking.uuid in self._capacities:
+                    units = self._capacities[booking.uuid].memory_units
+                    pod.bookings[booking.key.container] = replace(booking, memory_units=units)
 
     def capacities(self) -> tuple[GpuCapacity, ...]:
-        raise NotImplementedError
+        return tuple(self._capacities.values())
 
     @property
     def offered(self) -> Amounts:
         """How many tokens of each letter are listed to the kubelet: never fewer than before, and never
         fewer than what anybody holds, while the process lives."""
-        raise NotImplementedError
+        return self._offered
 
     # --- granted ---
 
     def grant(self, tokens: Demand) -> None:
         """Allocate gave these to a container yet unknown. Idempotent (replay)."""
-        raise NotImplementedError
+        self._granted |= tokens
+        self._offered = self._offered.at_least(tokens.span)
 
     def settle(self, held_by_kubelet: Demand) -> None:
         """The kubelet's checkpoint, read while no Allocate was in flight, says that these are held:
         grants that are not among them have been given back."""
-        raise NotImplementedError
+        self._granted &= held_by_kubelet
 
     def granted(self) -> Demand:
-        """Granted and not bound yet."""
-        raise NotImplementedError
+        """Granted by Allocate and not bound since."""
+        return self._granted
 
     # --- bound ---
 
@@ -224,76 +316,471 @@ class Ledger:
         `running`: containers of the same pod known to run now; their tokens are not taken over.
         `only`: no other GPU will do (early binding: its UUID is already in the container's env).
         """
-        raise NotImplementedError
+        refusal = self._refuse_demand(demand) or self._refuse_tokens(key, demand, running)
+        if refusal:
+            return refusal
+        fits = [
+            self._fit(key, demand, capacity, position, kept or {})
+            for position, capacity in enumerate(self._capacities.values())
+            if only is None or capacity.uuid == only
+        ]
+        open_now = [f.candidate for f in fits if f.fits and not f.kept]
+        if not open_now:
+            return self._refuse_room(key, demand, fits)
+        chosen = choose(self.policy, open_now)
+        return self._placement(key, demand, chosen.uuid)
 
     def bind(self, key: ContainerKey, demand: Demand, uuid: str) -> Booking:
         """Books `key` on the GPU that `place` named, taking over its tokens from other containers of
         the pod. The same call again changes nothing. Raises AllocationError, with nothing changed, when
         it does not fit there (any more)."""
-        raise NotImplementedError
+        refusal = self._refuse_demand(demand) or self._refuse_tokens(key, demand, ())
+        if refusal:
+            raise refusal.error()
+        capacity = self._capacities.get(uuid)
+        fit = self._fit(key, demand, capacity, 0, {}) if capacity else None
+        if fit is None or not fit.fits:
+            raise self._refuse_room(key, demand, [fit] if fit else []).error()
+        self._make_way(key, demand, uuid, fit.displace)
+        return self._book(key, demand, uuid)
 
     def restore(self, key: ContainerKey, demand: Demand, uuid: str | None) -> Refusal | None:
         """Books what is known to be so (placements persisted before a restart, oldest first), whatever
         the capacities say: the GPU may be sick, gone or smaller now. Only tokens that another pod holds
         are refused, and then nothing is booked."""
-        raise NotImplementedError
+        if not demand:
+            return Refusal(RefusalCode.EMPTY, "cannot restore a share without IDs", permanent=True)
+        refusal = self._refuse_tokens(key, demand, ())
+        if refusal is None:
+            self._book(key, demand, uuid)
+        return refusal
 
     def rekey(self, old: ContainerKey, new: ContainerKey) -> None:
-        """A booking made before the container was known (early binding) gets its real key."""
-        raise NotImplementedError
+        """A booking made before the container was known (early binding) gets its real key. KeyError
+        when there is none."""
+        booking = self.booking(old)
+        if booking is None:
+            raise KeyError(old)
+        if old != new:
+            self.release(old)
+            self._book(new, booking.demand, booking.uuid)
 
     # --- released ---
 
     def retire(self, key: ContainerKey) -> bool:
         """The container has ended for good (an ordinary init container): its tokens become the pod's
         leftover. True when that changed anything."""
-        raise NotImplementedError
+        booking = self.booking(key)
+        if booking is None or booking.retired:
+            return False
+        self._pods[key.pod_uid].bookings[key.container] = replace(booking, retired=True)
+        return True
 
     def release(self, key: ContainerKey) -> bool:
         """The container is gone and the kubelet does not keep its tokens. True when it was booked."""
-        raise NotImplementedError
+        pod = self._pods.get(key.pod_uid)
+        booking = pod.bookings.pop(key.container, None) if pod else None
+        if pod is None or booking is None:
+            return False
+        self._lift(pod, booking.demand - _union(b.demand for b in pod.bookings.values()))
+        if not pod.bookings:
+            del self._pods[key.pod_uid]
+        return True
 
     def release_pod(self, pod_uid: str) -> bool:
         """The pod is gone, with everything it held. True when it held anything."""
-        raise NotImplementedError
+        pod = self._pods.pop(pod_uid, None)
+        if pod is None:
+            return False
+        self._lift(pod, pod.holds())
+        return True
 
     # --- reading ---
 
     def booking(self, key: ContainerKey) -> Booking | None:
-        raise NotImplementedError
+        pod = self._pods.get(key.pod_uid)
+        return pod.bookings.get(key.container) if pod else None
 
     def bookings(self) -> tuple[Booking, ...]:
         """Every booking, retired ones too, ordered by pod and container."""
-        raise NotImplementedError
+        every = (b for pod in self._pods.values() for b in pod.bookings.values())
+        return tuple(sorted(every, key=lambda b: b.key))
 
     def leftovers(self) -> tuple[Leftover, ...]:
-        raise NotImplementedError
+        """What pods hold and no container of theirs uses, ordered by pod and GPU."""
+        found = []
+        for pod_uid, pod in sorted(self._pods.items()):
+            used = _union(b.demand for b in pod.living())
+            for uuid, tokens in sorted(pod.lies.items(), key=lambda item: item[0] or ""):
+                if left := tokens - used:
+                    found.append(Leftover(pod_uid, uuid, left))
+        return tuple(found)
 
     def pods(self) -> frozenset[str]:
         """UIDs of pods that hold anything."""
-        raise NotImplementedError
+        return frozenset(self._pods)
 
     def pod_total(self, pod_uid: str) -> Amounts:
         """What the pod holds: every token once, leftovers included."""
-        raise NotImplementedError
+        pod = self._pods.get(pod_uid)
+        return pod.holds().amounts if pod else Amounts()
 
     def held(self) -> Demand:
         """Every token that is granted or bound."""
-        raise NotImplementedError
+        return self._held | self._granted
 
     def held_on(self, uuid: str) -> Demand:
         """Tokens that lie on this GPU, leftovers included."""
-        raise NotImplementedError
+        return _union(pod.lies_on(uuid) for pod in self._pods.values())
 
     def used_on(self, uuid: str) -> Amounts:
         """What is promised on this GPU (everything, where one container has it for itself)."""
-        raise NotImplementedError
+        used = self._used.get(uuid, Amounts()).plus(self._unlocated())
+        capacity = self._capacities.get(uuid)
+        if capacity and self._whole_on(uuid):
+            return used.at_least(capacity.amounts)
+        return used
 
     def free_on(self, uuid: str) -> Amounts:
         """What a new container may get there now: nothing when sick, not accepting, or unknown."""
-        raise NotImplementedError
+        capacity = self._capacities.get(uuid)
+        if capacity is None or capacity.sick or not capacity.accepting:
+            return Amounts()
+        return capacity.amounts.minus(self.used_on(uuid))
 
     def unhealthy(self, listed: Demand | None = None) -> Demand:
         """The tokens to list as Unhealthy now, of 0 … offered-1 of each letter. `listed`: those that
         are listed so already (fewest flips). See health_tokens.py for the rule."""
-        raise NotImplementedError
+        held = self.held()
+        listed = listed or NOTHING
+        lying = {uuid: self.held_on(uuid) for uuid in {*self._capacities, *self._used} if uuid is not None}
+        masks = []
+        for i, letter in enumerate((MEMORY, CORES, NUMBER)):
+            gpus = []
+            for uuid, tokens in lying.items():
+                capacity = self._capacities.get(uuid)
+                units = capacity.amounts[i] if capacity else 0
+                gpus.append(GpuTokens(units, tokens.of(letter), self._giving(capacity)))
+            masks.append(unhealthy_mask(self._offered[i], held.of(letter), gpus, listed.of(letter)))
+        return Demand(*masks)
+
+    def _giving(self, capacity: GpuCapacity | None) -> Giving:
+        if capacity is None or capacity.sick:
+            return Giving.NOTHING
+        if not capacity.accepting or self._whole_on(capacity.uuid):
+            return Giving.NOTHING_NEW
+        return Giving.ALL
+
+    # --- where tokens lie ---
+
+    def _lay(self, pod: _Pod, uuid: str | None, tokens: Demand) -> None:
+        """Tokens of the pod, lying nowhere, lie on a GPU now."""
+        if tokens:
+            pod.lies[uuid] = pod.lies_on(uuid) | tokens
+            self._used[uuid] = self._used.get(uuid, Amounts()).plus(tokens.amounts)
+            self._held |= tokens
+
+    def _lift(self, pod: _Pod, tokens: Demand) -> None:
+        """Tokens of the pod lie nowhere now and are not held any more."""
+        for uuid, lying in list(pod.lies.items()):
+            lifted = lying & tokens
+            if not lifted:
+                continue
+            self._used[uuid] = self._used[uuid].minus(lifted.amounts)
+            if not any(self._used[uuid]):
+                del self._used[uuid]
+            pod.lies[uuid] = lying - lifted
+            if not pod.lies[uuid]:
+                del pod.lies[uuid]
+        self._held -= tokens
+
+    def _book(self, key: ContainerKey, demand: Demand, uuid: str | None) -> Booking:
+        pod = self._pods.setdefault(key.pod_uid, _Pod())
+        previous = pod.bookings.pop(key.container, None)
+        for other in pod.living():
+            if other.demand.overlaps(demand):
+                pod.bookings[other.key.container] = replace(other, retired=True)
+        if previous and previous.demand != demand:
+            self._lift(pod, previous.demand - _union(b.demand for b in pod.bookings.values()))
+        if pod.lies_on(uuid) & demand != demand:
+            self._lift(pod, demand)
+            self._lay(pod, uuid, demand)
+        self._granted -= demand
+        self._offered = self._offered.at_least(demand.span)
+        whole = _wants_whole(demand)
+        if whole:
+            capacity = self._capacities.get(uuid or "")
+            units = capacity.memory_units if capacity else 0
+        else:
+            units = demand.memory.bit_count()
+        booking = Booking(key, demand, uuid, units, demand.cores.bit_count() or None, whole)
+        pod.bookings[key.container] = booking
+        return booking
+
+    def _make_way(self, key: ContainerKey, demand: Demand, uuid: str, amounts: Amounts) -> None:
+        """Takes that much of the pod's leftover off the GPU."""
+        if any(amounts):
+            pod = self._pods[key.pod_uid]
+            leftover = self._leftover_on(pod, key, demand, uuid)
+            moved = Demand(
+                highest_n(leftover.memory, amounts.memory),
+                highest_n(leftover.cores, amounts.cores),
+                highest_n(leftover.shares, amounts.shares),
+            )
+            self._lift(pod, moved)
+            self._lay(pod, None, moved)
+
+    @staticmethod
+    def _leftover_on(pod: _Pod, key: ContainerKey, demand: Demand, uuid: str) -> Demand:
+        """What of the pod lies on the GPU and nobody would use once `key` has `demand`."""
+        lying = pod.lies_on(uuid) - demand
+        for other in pod.living():
+            if other.key != key and not other.demand.overlaps(demand):
+                lying -= other.demand
+        return lying
+
+    def _unlocated(
+        self, own: _Pod | None = None, key: ContainerKey | None = None, demand: Demand = NOTHING
+    ) -> Amounts:
+        """What living containers hold on a GPU that is not known, but for what `key` of pod `own` holds
+        itself or takes over with `demand`."""
+        total = Amounts()
+        if None in self._used:
+            for pod in self._pods.values():
+                if None in pod.lies:
+                    unknown = [b for b in pod.living() if b.uuid is None]
+                    if pod is own:
+                        unknown = [b for b in unknown if b.key != key and not b.demand.overlaps(demand)]
+                    total = total.plus(_union(b.demand for b in unknown).amounts)
+        return total
+
+    def _whole_on(self, uuid: str) -> Booking | None:
+        """The container that has this GPU for itself."""
+        for pod in self._pods.values():
+            if uuid in pod.lies:
+                for booking in pod.living():
+                    if booking.whole and booking.uuid == uuid:
+                        return booking
+        return None
+
+    # --- deciding ---
+
+    def _fit(
+        self,
+        key: ContainerKey,
+        demand: Demand,
+        capacity: GpuCapacity,
+        position: int,
+        kept: Mapping[str, Amounts],
+    ) -> _Fit:
+        uuid = capacity.uuid
+        pod = self._pods.get(key.pod_uid) or _Pod()
+        previous = pod.bookings.get(key.container)
+        leftover = self._leftover_on(pod, key, demand, uuid)
+        used = self._used.get(uuid, Amounts()).plus(self._unlocated(pod, key, demand))
+        holder = self._whole_on(uuid)
+        stands_aside = holder is None or _steps_aside(holder, key, demand)
+        whole = _wants_whole(demand)
+        own_room = previous is not None and not previous.retired and previous.uuid == uuid
+        displace = Amounts()
+        if whole and not own_room:
+            # Everything on it is in the way but what is the pod's own and idle.
+            new = capacity.amounts
+            free = new.minus(used)
+            missing = used.minus((leftover | (pod.lies_on(uuid) & demand)).amounts)
+            free_after = Amounts()
+        else:
+            new = (demand - pod.lies_on(uuid)).amounts
+            free = capacity.amounts.minus(used) if stands_aside else Amounts()
+            missing = new.minus(free)
+            if stands_aside:
+                displace = Amounts(*map(min, missing, leftover.amounts))
+                missing = missing.minus(displace)
+            free_after = free.minus(new)
+        taken = Amounts(*map(min, new, free))
+        keep = kept.get(uuid, NO_AMOUNTS)
+        candidate = Candidate(
+            uuid,
+            position,
+            capacity.amounts,
+            free_after,
+            new,
+            sum(displace),
+            crowded=not whole and not demand.cores and not free_after.cores,
+        )
+        return _Fit(
+            capacity,
+            candidate,
+            missing,
+            displace,
+            possible=whole or not any(demand.amounts.minus(capacity.amounts)),
+            closed=capacity.sick or (not capacity.accepting and any(new)),
+            kept=any(t and f - t < k for t, f, k in zip(taken, free, keep, strict=True)),
+        )
+
+    def _placement(self, key: ContainerKey, demand: Demand, uuid: str) -> Placement:
+        whole = _wants_whole(demand)
+        units = self._capacities[uuid].memory_units if whole else demand.memory.bit_count()
+        previous = self.booking(key)
+        moved = previous.uuid if previous and previous.uuid != uuid else None
+        return Placement(uuid, units, demand.cores.bit_count() or None, whole, moved)
+
+    def outlook(self, key: ContainerKey, demand: Demand) -> tuple[Outlook, ...]:
+        """The GPUs on which a waiting container could start if others left, in the order listed. None
+        when its IDs are the obstacle, not room."""
+        if self._refuse_demand(demand) or self._refuse_tokens(key, demand, ()):
+            return ()
+        fits = (self._fit(key, demand, c, i, {}) for i, c in enumerate(self._capacities.values()))
+        return tuple(
+            Outlook(f.capacity.uuid, f.candidate.new, f.missing) for f in fits if f.possible and not f.closed
+        )
+
+    # --- refusing ---
+
+    def _refuse_demand(self, demand: Demand) -> Refusal | None:
+        """What no node would grant."""
+        words = self.wording
+        memory, cores, shares = demand.amounts
+        if shares > 1:
+            return Refusal(
+                RefusalCode.NUMBER_ABOVE_ONE,
+                f"cannot give {words.number}: {shares}: a container gets a share of one GPU, so at most 1 "
+                f"(several whole GPUs are mode exclusive's nvidia.com/gpu)",
+                permanent=True,
+            )
+        if cores and not memory:
+            return Refusal(
+                RefusalCode.CORES_WITHOUT_MEMORY,
+                f"cannot give {words.cores}: {cores} without memory: add {words.memory} to the container",
+                permanent=True,
+            )
+        if not memory and not shares:
+            return Refusal(RefusalCode.EMPTY, "cannot place a container that holds no ID", permanent=True)
+        if memory and memory * self.unit_mib < self.min_share_mib:
+            return Refusal(
+                RefusalCode.BELOW_MINIMUM,
+                f"cannot give {memory * self.unit_mib} MiB: the least share on this node is "
+                f"{self.min_share_mib} MiB (a CUDA context needs room)",
+                permanent=True,
+            )
+        return None
+
+    def _refuse_tokens(self, key: ContainerKey, demand: Demand, running: Collection[str]) -> Refusal | None:
+        """IDs that others use."""
+        pod = self._pods.get(key.pod_uid)
+        if (demand - (pod.holds() if pod else NOTHING)).overlaps(self._held):
+            holders = {uid: p.holds() & demand for uid, p in self._pods.items() if uid != key.pod_uid}
+            holders = {uid: tokens for uid, tokens in holders.items() if tokens}
+            names = _listed([f"{self.wording.pod_name(uid)} ({_sample(t)})" for uid, t in holders.items()])
+            return Refusal(
+                RefusalCode.HELD,
+                f"waiting for {names} to be gone: the kubelet gave this container IDs that it still holds",
+                in_the_way=tuple(holders),
+            )
+        for other in pod.living() if pod else ():
+            name = other.key.container
+            if other.key != key and name in running and other.demand.overlaps(demand):
+                return Refusal(
+                    RefusalCode.STILL_RUNNING,
+                    f"waiting for container {name} of the same pod to end: the kubelet gave this container "
+                    f"IDs that it uses ({_sample(other.demand & demand)})",
+                    in_the_way=(key.pod_uid,),
+                )
+        return None
+
+    def _refuse_room(self, key: ContainerKey, demand: Demand, fits: Sequence[_Fit]) -> Refusal:
+        """Why none of the GPUs looked at takes the demand."""
+        want = "a whole GPU" if _wants_whole(demand) else self._amounts_text(demand.amounts)
+        possible = [f for f in fits if f.possible]
+        if not fits:
+            return Refusal(
+                RefusalCode.GPU_UNAVAILABLE, f"waiting for a GPU: none that could give {want} is present now"
+            )
+        if not possible:
+            largest = max((f.capacity for f in fits), key=lambda c: (c.memory_units, c.cores))
+            return Refusal(
+                RefusalCode.TOO_LARGE,
+                f"can never fit here: {want} asked of one GPU, and the largest of this node has "
+                f"{self._amounts_text(largest.amounts)} to give",
+                permanent=True,
+            )
+        kept = [f for f in possible if f.fits and f.kept]
+        if kept:
+            return Refusal(
+                RefusalCode.KEPT,
+                f"waiting: there is room for {want} on {_short(kept[0].capacity.uuid)}, but it is kept for a "
+                f"container that waits longer",
+            )
+        shut = _listed([_shut_text(f.capacity) for f in possible if f.closed])
+        usable = sorted((f for f in possible if not f.closed), key=lambda f: f.missing)
+        if not usable:
+            return Refusal(
+                RefusalCode.GPU_UNAVAILABLE,
+                f"waiting for a GPU: {want} would fit only {shut}, which takes no containers now",
+            )
+        nearest = usable[0].capacity.uuid
+        block = max((f.capacity.uuid for f in usable), key=lambda u: (self.free_on(u).memory, u == nearest))
+        blockers = [self._in_the_way(key, f) for f in usable]
+        message = (
+            f"waiting for room: no GPU has {want} free now; largest free block: "
+            f"{self._amounts_text(self.free_on(block))} on {_short(block)}"
+        )
+        if blockers[0]:
+            there = "there" if nearest == block else f"on {_short(nearest)}"
+            message += f"; in the way {there}: {_listed([text for _, text in blockers[0]])}"
+        if shut:
+            message += f"; not available: {shut}"
+        pods = dict.fromkeys(uid for pods in blockers for uid, _ in pods)
+        return Refusal(RefusalCode.NO_ROOM, message, in_the_way=tuple(pods))
+
+    def _in_the_way(self, key: ContainerKey, fit: _Fit) -> list[tuple[str, str]]:
+        """Pods that hold what is missing on a GPU, the largest first, each with what it holds there."""
+        uuid = fit.capacity.uuid
+        holder = self._whole_on(uuid)
+        found = []
+        for uid, pod in self._pods.items():
+            lying = pod.lies_on(uuid)
+            if uid == key.pod_uid:
+                lying = _union(b.demand for b in pod.living() if b.key != key) & lying
+            amounts = lying.amounts
+            whole = holder is not None and holder.key.pod_uid == uid
+            if not whole and not any(m and a for m, a in zip(fit.missing, amounts, strict=True)):
+                continue
+            what = "the whole GPU" if whole else self._amounts_text(amounts)
+            name = "this pod itself" if uid == key.pod_uid else self.wording.pod_name(uid)
+            found.append((amounts, uid, f"{name} ({what})"))
+        found.sort(key=lambda item: (tuple(-a for a in item[0]), item[1]))
+        return [(uid, text) for _, uid, text in found]
+
+    def _amounts_text(self, amounts: Amounts) -> str:
+        text = f"{amounts.memory * self.unit_mib} MiB"
+        return f"{text} and {amounts.cores} % of compute" if amounts.cores else text
+
+
+def _steps_aside(holder: Booking, key: ContainerKey, demand: Demand) -> bool:
+    """Whether the container that has a GPU for itself is this one, or ends by this one's start."""
+    return holder.key == key or (holder.key.pod_uid == key.pod_uid and holder.demand.overlaps(demand))
+
+
+def _sample(tokens: Demand) -> str:
+    """ "m000012 and 7 more"."""
+    for letter in (MEMORY, CORES, NUMBER):
+        if mask := tokens.of(letter):
+            more = sum(tokens.amounts) - 1
+            return token_id(letter, lowest(mask)) + (f" and {more} more" if more else "")
+    return ""
+
+
+def _listed(texts: Sequence[str]) -> str:
+    more = len(texts) - _NAMES_IN_A_SENTENCE
+    return ", ".join(texts[:_NAMES_IN_A_SENTENCE]) + (f" and {more} more" if more > 0 else "")
+
+
+def _shut_text(capacity: GpuCapacity) -> str:
+    state = "sick" if capacity.sick else "takes nothing new"
+    return f"{_short(capacity.uuid)} ({capacity.reason or state})"
+
+
+def _short(uuid: str) -> str:
+    """A GPU's UUID as people can still tell it from others: "GPU-1a2b3c4d"."""
+    return uuid if len(uuid) <= 20 else uuid[:12]

@@ -34,8 +34,8 @@ class ResourceNames:
         if not self.rewritten:
             return None
         return (
-            f"{self.memory_in_mib} is offered as {self.memory} (units of {self.unit_mib} MiB): manifests that "
-            f"write {self.memory_in_mib} need the admission policy that rewrites it"
+            f"{self.memory_in_mib} is offered as {self.memory} (units of {self.unit_mib} MiB): manifests "
+            f"that write {self.memory_in_mib} need the admission policy that rewrites it"
         )
 
 
@@ -58,14 +58,9 @@ def timeslice_name(base: str, *, renamed: bool) -> str:
 
 
 def mig_name(profile: str) -> str:
-    """ "1g.5gb" → "nvidia.com/mig-1g.5gb"; "1g.5gb+me" → "nvidia.com/mig-1g.5gb.me", as NVIDIA's plugin
-    names it ('+' is not allowed in a resource name)."""
+    """nvidia.com/mig-1g.5gb for 1g.5gb; a '+', which resource names cannot carry, becomes a dot, as in
+    NVIDIA's plugin (nvidia.com/mig-1g.5gb.me)."""
     return f"{NVIDIA_PREFIX}/mig-{profile.replace('+', '.')}"
-
-
-def endpoint(resource: str) -> str:
-    """A file name for the socket of a resource: "volcano.sh/vgpu-memory" → "edgeagent-volcano.sh_vgpu-memory"."""
-    return "edgeagent-" + resource.replace("/", "_")
 
 
 def collisions(

@@ -132,9 +132,9 @@ def memory_units(
         better = recommended_unit_mib(usable_mibs, cluster_version)
         if count > COSTLY_IDS and better > unit_mib:
             warning = (
-                f"{count} IDs of {unit_mib} MiB make the kubelet of Kubernetes {version[0]}.{version[1]} slow "
-                f"(its cost grows with their square); set memoryUnitMiB to {better} and apply the admission "
-                f"policy that rewrites MiB"
+                f"{count} IDs of {unit_mib} MiB make the kubelet of Kubernetes {version[0]}.{version[1]} "
+                f"slow (its cost grows with their square); set memoryUnitMiB to {better} and apply the "
+                f"admission policy that rewrites MiB"
             )
     return MemoryUnits(unit_mib, count, size, problem, warning)
 
