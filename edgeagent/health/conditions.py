@@ -371,7 +371,7 @@ def _power(gpu: Gpu, reading: GpuReading, previous: GpuReading | None) -> Sign:
     if more or (reasons is not None and "oc" in reasons):
         return Sign(
             True,
-            f"{describe(gpu)} draws more current than its supply gives; use a stronger one or a lower power mode",
+            f"{describe(gpu)} draws more current than its supply gives; change it or the power mode",
             {"reason": "overcurrent", "new_events": more or 0},
         )
     return Sign(False)

@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 
 EVENT_WAIT_S = 30.0
 BURST_S = 5.0
+BURST_MAX_S = 60.0
 REINVENTORY_S = 600.0
 _MAX_EVENT_BACKOFF_S = 30.0
 
@@ -59,6 +60,7 @@ _REPROBE = frozenset(
         GpuFault.LIBRARY_MISSING,
         GpuFault.LOST_DEVICE_ACCESS,
         GpuFault.NO_PERMISSION,
+        GpuFault.FAILED,
     }
 )
 
@@ -125,6 +127,15 @@ class SeenEvent:
     repeats: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Burst:
+    first_s: float
+    last_s: float
+    repeats: int = 0
+
+
+_NO_BURST = _Burst(float("-inf"), float("-inf"))
+
 StateListener = Callable[[HealthState, HealthChange], None]
 EventListener = Callable[[SeenEvent], None]
 
@@ -176,7 +187,7 @@ class HealthMonitor:
         self._state = HealthState()
         self._tracks: dict[str, dict[ConditionType, Track]] = {}
         self._good_readings: dict[str, GpuReading] = {}
-        self._bursts: dict[tuple[str | None, int], tuple[float, int]] = {}
+        self._bursts: dict[tuple[str | None, GpuEventKind, int | None], _Burst] = {}
         self._inventory_at_s: float | None = None
         self._places: object = None
         self._rescan = False
@@ -276,6 +287,7 @@ class HealthMonitor:
         xid = self._catalogue[event.xid] if event.kind is GpuEventKind.XID and event.xid is not None else None
         repeats = self._burst(event, now_s)
         if repeats is None:
+            self._prolong(gpu, event, xid, now_s - age_s)
             return
         seen = SeenEvent(event, now_ms - round(age_s * 1000), gpu, xid, repeats)
         if gpu is not None and age_s <= self._limits.xid_hold_s:
@@ -303,16 +315,28 @@ class HealthMonitor:
 
     def _burst(self, event: GpuEvent, now_s: float) -> int | None:
         """How many repeats the previous burst of this event had; None when it is such a repeat itself.
-        The same XID told by the driver and by the kernel log is one event."""
-        key = (event.uuid, event.xid if event.xid is not None else -1 - list(GpuEventKind).index(event.kind))
+        The same XID told by the driver and by the kernel log is one event. A burst without end is told
+        again once a minute."""
+        key = (event.uuid, event.kind, event.xid)
         with self._lock:
-            last_s, repeats = self._bursts.get(key, (float("-inf"), 0))
-            if now_s - last_s < BURST_S:
-                self._bursts[key] = (now_s, repeats + 1)
+            burst = self._bursts.get(key, _NO_BURST)
+            if now_s - burst.last_s < BURST_S and now_s - burst.first_s < BURST_MAX_S:
+                self._bursts[key] = replace(burst, last_s=now_s, repeats=burst.repeats + 1)
                 return None
-            self._bursts = {k: v for k, v in self._bursts.items() if now_s - v[0] < 60 * BURST_S}
-            self._bursts[key] = (now_s, 0)
-            return repeats
+            self._bursts = {k: b for k, b in self._bursts.items() if now_s - b.last_s < BURST_MAX_S}
+            self._bursts[key] = _Burst(now_s, now_s)
+            return burst.repeats
+
+    def _prolong(self, gpu: Gpu | None, event: GpuEvent, xid: Xid | None, at_s: float) -> None:
+        """A swallowed repeat still counts: the condition holds from now on."""
+        found = sign_of_event(gpu, event, xid) if gpu is not None else None
+        if gpu is None or found is None:
+            return
+        with self._lock:
+            tracks = self._tracks.get(gpu.uuid, {})
+            track = tracks.get(found[0])
+            if track is not None and track.condition is not None:
+                tracks[found[0]] = replace(track, good=0, hold_until_s=at_s + self._limits.xid_hold_s)
 
     # -- polls --------------------------------------------------------------------------------------
 
@@ -358,7 +382,7 @@ class HealthMonitor:
             for uuid, gpu in present.items():
                 gpus.setdefault(uuid, GpuHealth(gpu))
             gpus = dict(sorted(gpus.items(), key=lambda item: (item[1].gpu.index, item[0])))
-            changed = found != old.inventory or gpus != dict(old.gpus)
+            changed = _known_facts(found) != _known_facts(old.inventory) or gpus != dict(old.gpus)
             conditions = self._node_conditions(found, bool(gpus), old.conditions)
             self._commit(gpus, conditions, found, changed)
         if changed:
@@ -498,6 +522,10 @@ _NODE_KINDS = {
     GpuFault.LIBRARY_MISSING: ConditionType.DRIVER_NOT_LOADED,
     GpuFault.UNRESPONSIVE: ConditionType.DRIVER_UNRESPONSIVE,
 }
+
+
+def _known_facts(inventory: Inventory) -> object:
+    return inventory.gpus, inventory.problem, inventory.fault
 
 
 def _difference(old: HealthState, new: HealthState, inventory_changed: bool) -> HealthChange:
