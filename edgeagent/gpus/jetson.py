@@ -140,6 +140,12 @@ class JetsonFacts:
         return f"Tegra {self.codename}" if self.codename != UNKNOWN else "Tegra (unknown module)"
 
     @property
+    def uses_nvgpu(self) -> bool:
+        """Up to Orin the nvgpu driver runs the GPU and NVML is a stub; Thor has nvidia.ko, and so may
+        chips that are not known here."""
+        return self.codename not in (UNKNOWN, "Thor")
+
+    @property
     def uuid(self) -> str:
         """The iGPU's identity. From the board's serial number it outlives reboots and reflashes;
         without one it is the same for every board of the kind (a node has one iGPU, so it is still

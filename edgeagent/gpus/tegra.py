@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from edgeagent.errors import GpuError
@@ -134,11 +135,10 @@ class TegraBackend:
                 fault=GpuFault.UNRESPONSIVE,
                 fault_detail=f"files hang: {', '.join(self._sweep.quarantined)}",
             )
-        if facts.codename == "Thor":
-            # Its GPU memory is nvidia.ko's: nvmap's files are there and say 0 whatever is used.
-            values = {k: v for k, v in values.items() if k not in ("nvmap", "nvmap_total")}
+        if not facts.uses_nvgpu:
+            values = _without_empty_nvmap(values)
         nvml = self._read_nvml(nvml_uuid)
-        if nvml is not None and nvml.fault in _NVML_FAULTS and facts.codename == "Thor":
+        if nvml is not None and nvml.fault in _NVML_FAULTS and not facts.uses_nvgpu:
             return GpuReading(uuid, self._clock(), fault=nvml.fault, fault_detail=nvml.fault_detail)
         return self._reading(uuid, values, facts, nvml if nvml and nvml.fault is None else None)
 
@@ -237,7 +237,7 @@ class TegraBackend:
         second = self._second.sample() if self._second is not None else None
         memory: tegra_files.MemInfo | None = values.get("meminfo")
         nvmap: tegra_files.NvMap | None = values.get("nvmap")
-        processes = _processes(nvmap, nvml)
+        processes = _processes(nvmap, None if facts.uses_nvgpu else nvml)
         temperatures = _group(values, "temp/")
         rails = _rails(values)
         mode = values.get("power_mode")
@@ -302,6 +302,20 @@ def device_nodes(host: HostRoot) -> tuple[str, ...]:
     for directory in _NODE_DIRECTORIES:
         found += [f"{directory}/{n}" for n in host.listdir(directory) if n not in _SCHEDULING_NODES]
     return tuple(sorted(found))
+
+
+def _without_empty_nvmap(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Where nvidia.ko drives the GPU, nvmap's files are there and say 0 whatever is used."""
+    kept = dict(values)
+    memory: tegra_files.MemInfo | None = kept.get("meminfo")
+    nvmap: tegra_files.NvMap | None = kept.get("nvmap")
+    if memory is not None and not memory.nvmap_used_mib:
+        kept["meminfo"] = replace(memory, nvmap_used_mib=None)
+    if nvmap is not None and not any(c.used_mib for c in nvmap.clients):
+        del kept["nvmap"]
+    if not kept.get("nvmap_total"):
+        kept.pop("nvmap_total", None)
+    return kept
 
 
 def _processes(nvmap: tegra_files.NvMap | None, nvml: GpuReading | None) -> tuple[GpuProcess, ...] | None:
