@@ -674,7 +674,7 @@ class Ledger:
             names = _listed([f"{self.wording.pod_name(uid)} ({_sample(t)})" for uid, t in holders.items()])
             return Refusal(
                 RefusalCode.HELD,
-                f"waiting for {names} to be gone: the kubelet gave this container IDs that it still holds",
+                f"waiting for {names} to be gone: the kubelet gave this container IDs that are in use there",
                 in_the_way=tuple(holders),
             )
         for other in pod.living() if pod else ():
@@ -690,7 +690,8 @@ class Ledger:
 
     def _refuse_room(self, key: ContainerKey, demand: Demand, fits: Sequence[_Fit]) -> Refusal:
         """Why none of the GPUs looked at takes the demand."""
-        want = "a whole GPU" if _wants_whole(demand) else self._amounts_text(demand.amounts)
+        whole = _wants_whole(demand)
+        want = "a whole GPU" if whole else self._amounts_text(demand.amounts)
         possible = [f for f in fits if f.possible]
         if not fits:
             return Refusal(
@@ -722,8 +723,8 @@ class Ledger:
         block = max((f.capacity.uuid for f in usable), key=lambda u: (self.free_on(u).memory, u == nearest))
         blockers = [self._in_the_way(key, f) for f in usable]
         message = (
-            f"waiting for room: no GPU has {want} free now; largest free block: "
-            f"{self._amounts_text(self.free_on(block))} on {_short(block)}"
+            f"waiting for room: {'no GPU is empty' if whole else f'no GPU has {want} free'} now; "
+            f"largest free block: {self._amounts_text(self.free_on(block))} on {_short(block)}"
         )
         if blockers[0]:
             there = "there" if nearest == block else f"on {_short(nearest)}"

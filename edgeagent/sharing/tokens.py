@@ -53,13 +53,18 @@ class Amounts(NamedTuple):
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Demand:
     """Token sets of the three letters as bit masks: what a container was given by the kubelet."""
 
     memory: int = 0
     cores: int = 0
     shares: int = 0
+
+    def __repr__(self) -> str:
+        # Not the masks in decimal: Python refuses to print ints of more than 4,300 digits.
+        letters = ((MEMORY, self.memory), (CORES, self.cores), (NUMBER, self.shares))
+        return f"Demand({' '.join(describe(letter, mask) for letter, mask in letters if mask)})"
 
     def __bool__(self) -> bool:
         return bool(self.memory or self.cores or self.shares)
@@ -204,6 +209,17 @@ def ranges(mask: int) -> Iterator[tuple[int, int]]:
     """The runs of consecutive tokens in `mask` as (first, one past the last), ascending."""
     for run in _RUN.finditer(f"{mask:b}"[::-1]):
         yield run.span()
+
+
+def describe(letter: str, mask: int, at_most: int = 4) -> str:
+    """ "m0-7,9" for people; "…" after `at_most` runs."""
+    texts: list[str] = []
+    for start, stop in ranges(mask):
+        if len(texts) == at_most:
+            texts.append("…")
+            break
+        texts.append(f"{start}-{stop - 1}" if stop - start > 1 else f"{start}")
+    return letter + ",".join(texts)
 
 
 def lowest(mask: int) -> int:
