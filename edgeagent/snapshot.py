@@ -12,14 +12,7 @@ from enum import Enum
 
 from edgeagent.gpus.model import Gpu, GpuReading
 from edgeagent.isolation.levels import Levels
-
-
-class GpuMode(str, Enum):
-    SHARED = "shared"
-    EXCLUSIVE = "exclusive"
-    TIMESLICE = "timeslice"
-    MIG = "mig"
-    OFF = "off"
+from edgeagent.sharing.modes import GpuMode as GpuMode  # part of this vocabulary, decided there
 
 
 class NodeState(str, Enum):
