@@ -128,20 +128,26 @@ def meminfo(data: bytes) -> MemInfo:
 
 def nvmap(data: bytes) -> NvMap:
     """debugfs nvmap/iovmm/clients (or the client lines of /maps). Several clients of one process are
-    added up. Only lines that start in the first column are clients; indented ones are their buffers."""
+    added up. Only lines that start in the first column are clients; indented ones are their buffers.
+    Without header, client or total it is not such a table: that must not read as "no process"."""
     used: dict[int, float] = {}
     names: dict[int, str] = {}
     total: float | None = None
+    is_table = False
     for line in data.decode("utf-8", "replace").splitlines():
         if not line or line[0].isspace():
             continue
         line = line.rstrip()
-        if m := _NVMAP_TOTAL.match(line):
+        if line.startswith("CLIENT"):
+            is_table = True
+        elif m := _NVMAP_TOTAL.match(line):
             total = _mib(m.group(1), m.group(2))
         elif m := _NVMAP_CLIENT.match(line):
             pid = int(m.group(3))
             used[pid] = used.get(pid, 0.0) + _mib(m.group(4), m.group(5))
             names.setdefault(pid, "".join(c for c in m.group(2) if c.isprintable())[:64])
+    if not is_table and not used and total is None:
+        raise ValueError("no table of nvmap clients" if data else "empty")
     clients = tuple(NvMapClient(pid, names[pid], used[pid]) for pid in sorted(used) if 0 < pid < 2**22 + 1)
     return NvMap(clients, total)
 

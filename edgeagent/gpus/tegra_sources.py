@@ -198,8 +198,11 @@ def _iio_rails(host: HostRoot) -> Iterator[_Candidate]:
                             yield f"rail_w/{rail}", path, parse.milliwatt, 64
 
 
-def _power_mode(data: bytes) -> int | None:
-    return parse_power_mode_id(data.decode("utf-8", "replace"))
+def _power_mode(data: bytes) -> int:
+    mode = parse_power_mode_id(data.decode("utf-8", "replace"))
+    if mode is None:
+        raise ValueError("no pmode" if data else "empty")
+    return mode
 
 
 def _label(host: HostRoot, path: str) -> str:
