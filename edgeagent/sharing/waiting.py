@@ -23,8 +23,8 @@ from edgeagent.sharing.tokens import Amounts, Demand
 
 @dataclass(frozen=True, slots=True)
 class Waiter:
-    """A container that waits. `in_call`: one of the kubelet's calls is held for it now; `running`: see
-    Ledger.place; `kept_uuid`: the GPU on which room is kept for it."""
+    """A container that waits. `in_call`: one of the kubelet's calls is held for it now; `running` and
+    `only`: see Ledger.place; `kept_uuid`: the GPU on which room is kept for it."""
 
     key: ContainerKey
     demand: Demand
@@ -33,6 +33,7 @@ class Waiter:
     refusal: Refusal
     in_call: bool = True
     running: tuple[str, ...] = ()
+    only: str | None = None
     kept_uuid: str | None = None
 
 
@@ -52,6 +53,7 @@ class WaitingLine:
         refusal: Refusal,
         now_s: float,
         running: Collection[str] = (),
+        only: str | None = None,
     ) -> Waiter:
         """A call of the kubelet for `key` cannot be answered with a start now. A container that is in
         line already keeps its place. A permanent refusal is in line too, only to be shown: nothing is
@@ -59,7 +61,7 @@ class WaitingLine:
         known = self._waiters.get(key)
         since_s = known.since_s if known else now_s
         kept_uuid = known.kept_uuid if known else None
-        waiter = Waiter(key, demand, since_s, now_s, refusal, True, tuple(running), kept_uuid)
+        waiter = Waiter(key, demand, since_s, now_s, refusal, True, tuple(running), only, kept_uuid)
         self._waiters[key] = waiter
         return waiter
 
@@ -107,12 +109,18 @@ class WaitingLine:
         return kept
 
     def place(
-        self, key: ContainerKey, demand: Demand, ledger: Ledger, now_s: float, running: Collection[str] = ()
+        self,
+        key: ContainerKey,
+        demand: Demand,
+        ledger: Ledger,
+        now_s: float,
+        running: Collection[str] = (),
+        only: str | None = None,
     ) -> Placement | Refusal:
         """Ledger.place for a container in line or a newcomer, with what is kept for others left alone
         and, when it is refused for that, the name of the one it is kept for."""
         kept = self.kept_for_others(key, ledger, now_s)
-        answer = ledger.place(key, demand, kept=kept, running=running)
+        answer = ledger.place(key, demand, kept=kept, running=running, only=only)
         if isinstance(answer, Refusal) and answer.code is RefusalCode.KEPT:
             keepers = [w for w in self.waiters() if w.kept_uuid in kept and w.key != key]
             names = dict.fromkeys(ledger.wording.pod_name(w.key.pod_uid) for w in keepers)
@@ -127,7 +135,9 @@ class WaitingLine:
         kept: dict[str, Amounts] = {}
         for waiter, room in self._reservations(ledger, now_s):
             if waiter.in_call and not waiter.refusal.permanent:
-                answer = ledger.place(waiter.key, waiter.demand, kept=kept, running=waiter.running)
+                answer = ledger.place(
+                    waiter.key, waiter.demand, kept=kept, running=waiter.running, only=waiter.only
+                )
                 if isinstance(answer, Placement):
                     return waiter, answer
             if room:
@@ -142,7 +152,11 @@ class WaitingLine:
         for waiter in self.waiters():
             room = None
             if now_s - waiter.since_s >= self.reserve_after_s and not waiter.refusal.permanent:
-                outlook = [o for o in ledger.outlook(waiter.key, waiter.demand) if o.uuid not in taken]
+                outlook = [
+                    o
+                    for o in ledger.outlook(waiter.key, waiter.demand)
+                    if o.uuid not in taken and waiter.only in (None, o.uuid)
+                ]
                 room = min(outlook, key=lambda o: (o.missing, o.uuid != waiter.kept_uuid), default=None)
             uuid = room.uuid if room else None
             if uuid is not None:
