@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from edgeagent.gpus.model import Gpu, GpuProcess, GpuReading
+from edgeagent.gpus.model import Gpu, GpuProcess, GpuReading, ProcessType
 from edgeagent.node.cgroups import OwnerKind
 from edgeagent.node.processes import ProcessInfo
 from edgeagent.snapshot import HostUse
@@ -29,6 +29,7 @@ class ContainerUse:
     util_pct: float | None
     processes: tuple[ProcessInfo, ...]
     container: str | None = None
+    mps_pids: frozenset[int] = frozenset()  # clients of an MPS daemon: never to be killed outright
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -94,6 +95,7 @@ def attribute(
             _sum(p.sm_util_pct for _, p in found),
             tuple(info for info, _ in found),
             container_name(container_id) if container_id else None,
+            frozenset(p.pid for _, p in found if ProcessType.MPS in p.types),
         )
         for (pod_uid, container_id), found in sorted(members.items(), key=lambda m: (m[0][0], m[0][1] or ""))
     )
@@ -121,6 +123,7 @@ def _together(parts: list[ContainerUse]) -> ContainerUse | None:
         _sum(c.util_pct for c in parts),
         tuple(p for c in parts for p in c.processes),
         parts[0].container,
+        frozenset(pid for c in parts for pid in c.mps_pids),
     )
 
 

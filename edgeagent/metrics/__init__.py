@@ -1,1 +1,1 @@
-"""Prometheus text."""
+"""Prometheus text and health probes over HTTP."""
