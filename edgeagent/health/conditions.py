@@ -122,14 +122,17 @@ _FAULTS: Mapping[GpuFault, tuple[ConditionType, str]] = {
     ),
     GpuFault.FAILED: (ConditionType.NOT_READY, "cannot be read; see the agent's log and dmesg"),
 }
+_EXPLAINED = frozenset(
+    {ConditionType.DRIVER_MISMATCH, ConditionType.DRIVER_NOT_LOADED, ConditionType.NOT_READY}
+)
 FAULT_CONDITIONS = frozenset(kind for kind, _ in _FAULTS.values())
 
 # Offline thermal zones read -256 °C: neither hot nor cool.
 _PLAUSIBLE_C = (-60.0, 200.0)
 _CLEAR_BELOW_C = 5.0
 _GOOD_ACTIONS = (None, "none")
-# The driver asks to stop peer-to-peer use only; the GPU itself is fine.
-_MILD_ACTIONS = ("drain_p2p",)
+# "drain" is about peer-to-peer use, "recover_imex" about memory shared between nodes: the GPU is fine.
+_MILD_ACTIONS = ("drain", "recover_imex")
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,12 +214,11 @@ def signs_of(
     active: frozenset[ConditionType] = frozenset(),
     books: Books | None = None,
     beyond_mib: float | None = None,
-    driver_versions: tuple[str | None, str | None] = (None, None),
 ) -> dict[ConditionType, Sign]:
     """A sign for every condition that readings can raise or clear.
 
     `previous` is the last reading without a fault. `beyond_mib` is what anything but promised pods
-    uses (usage.beyond_promises_mib). `driver_versions`: (kernel module, library).
+    uses (usage.beyond_promises_mib).
     """
     signs = dict.fromkeys(RULES, Sign(None))
     if reading.fault is GpuFault.LOST_DEVICE_ACCESS:
@@ -227,11 +229,11 @@ def signs_of(
         if gpu.pci_address:
             facts["pci"] = gpu.pci_address
         message = f"{describe(gpu)} {what}"
-        if kind is ConditionType.DRIVER_MISMATCH:
-            message, more = _mismatch(message, driver_versions, reading.fault_detail)
-            facts |= more
-        elif reading.fault_detail:
+        if reading.fault_detail:
             facts["detail"] = reading.fault_detail
+            if kind in _EXPLAINED:
+                # The back end knows more: both versions, the library's path, what to do.
+                message = f"{describe(gpu)} cannot be read: {reading.fault_detail}"
         signs[kind] = Sign(True, message, facts)
         for other in FAULT_CONDITIONS - {kind}:
             signs[other] = Sign(False)  # it is another trouble now
@@ -259,22 +261,6 @@ def signs_of(
     signs[ConditionType.POWER_BRAKE] = _power(gpu, reading, previous)
     signs[ConditionType.HOST_OVERCOMMIT] = _overcommit(gpu, reading, limits, books, beyond_mib, active)
     return signs
-
-
-def _mismatch(
-    message: str, versions: tuple[str | None, str | None], detail: str | None
-) -> tuple[str, dict[str, str | int | float]]:
-    module, library = versions
-    facts: dict[str, str | int | float] = {}
-    if module:
-        facts["module_version"] = module
-    if library:
-        facts["library_version"] = library
-    if detail:
-        facts["detail"] = detail
-    if module or library:
-        message += f" (kernel module {module or 'unknown'}, library {library or 'unknown'})"
-    return message, facts
 
 
 def _flag(value: bool | None, message: str) -> Sign:
@@ -476,12 +462,13 @@ def raised_by_event(
     now_s: float,
     now_ms: int,
 ) -> Track:
-    """The track after an event: raised at once, held for the XID hold; the since-time of a condition
-    that is there already stays."""
+    """The track after an event: raised at once, held for the XID hold (what the driver merely says to
+    be unavailable is held by polls alone); the since-time of a condition that is there already stays."""
     condition = _condition(kind, sign, uuid, now_ms)
     if track.condition is not None:
         condition = replace(condition, since_ms=track.condition.since_ms)
-    return Track(condition, bad=track.bad + 1, good=0, hold_until_s=now_s + limits.xid_hold_s)
+    hold_s = 0.0 if kind is ConditionType.UNAVAILABLE else limits.xid_hold_s
+    return Track(condition, bad=track.bad + 1, good=0, hold_until_s=now_s + hold_s)
 
 
 def _condition(kind: ConditionType, sign: Sign, uuid: str, now_ms: int) -> Condition:
@@ -525,7 +512,7 @@ def sign_of_event(gpu: Gpu, event: GpuEvent, xid: Xid | None) -> tuple[Condition
         message = f"{describe(gpu)} had an uncorrectable memory error; its data cannot be trusted"
         return ConditionType.ECC_UNCORRECTABLE, Sign(True, message, {"source": event.source})
     if event.kind is GpuEventKind.UNAVAILABLE:
-        message = f"{describe(gpu)}: the driver says that the GPU is unavailable"
+        message = f"{describe(gpu)}: the driver says that it is unavailable, although it can be read"
         return ConditionType.UNAVAILABLE, Sign(True, message, {"source": event.source})
     if event.kind is GpuEventKind.DRIVER_ERROR:
         message = f"{describe(gpu)}: the driver logged an error: {event.detail or 'no text'}"

@@ -146,15 +146,14 @@ class Surroundings:
     `usage` and `gpu_places`, which only the poll calls.
 
     `pods_on(uuid)`: "namespace/pod" of who holds a share of the GPU. `books(uuid)`: what is promised.
-    `usage(gpu, reading)`: who uses it. `driver_versions()`: (kernel module, library). `gpu_places()`:
-    anything that differs when a GPU was plugged in or out (the names in /proc/driver/nvidia/gpus).
+    `usage(gpu, reading)`: who uses it. `gpu_places()`: anything that differs when a GPU was plugged in
+    or out (the names in /proc/driver/nvidia/gpus).
     `restart_needed(reason)`: called once when only a restart of the agent can help.
     """
 
     pods_on: Callable[[str], tuple[str, ...]] = lambda _: ()
     books: Callable[[str], Books | None] = lambda _: None
     usage: Callable[[Gpu, GpuReading], GpuUsage] | None = None
-    driver_versions: Callable[[], tuple[str | None, str | None]] = lambda: (None, None)
     gpu_places: Callable[[], object] = lambda: None
     restart_needed: Callable[[str], None] = lambda _: None
 
@@ -190,6 +189,7 @@ class HealthMonitor:
         self._bursts: dict[tuple[str | None, GpuEventKind, int | None], _Burst] = {}
         self._inventory_at_s: float | None = None
         self._places: object = None
+        self._doubted: set[str] = set()
         self._rescan = False
         self._restart_asked = False
         self.configure(config, catalogue, poll_seconds)
@@ -282,6 +282,15 @@ class HealthMonitor:
         now_s, now_ms = self._mono(), self._now_ms()
         if event.kind in (GpuEventKind.ECC_SINGLE_BIT, GpuEventKind.CLOCK):
             return
+        if event.kind is GpuEventKind.MIG_CONFIG:
+            self.rescan()
+            return
+        if event.kind is GpuEventKind.UNAVAILABLE:
+            # The reading, which comes at once, says what it is; it is told here if it says nothing.
+            if event.uuid is not None:
+                self._doubted.add(event.uuid)
+            self._wanted.set()
+            return
         known = self._state.gpus.get(event.uuid) if event.uuid else None
         gpu = known.gpu if known else None
         xid = self._catalogue[event.xid] if event.kind is GpuEventKind.XID and event.xid is not None else None
@@ -291,21 +300,11 @@ class HealthMonitor:
             return
         seen = SeenEvent(event, now_ms - round(age_s * 1000), gpu, xid, repeats)
         if gpu is not None and age_s <= self._limits.xid_hold_s:
-            found = sign_of_event(gpu, event, xid)
-            if found is not None:
-                kind, sign = found
-                with self._lock:
-                    tracks = self._tracks.setdefault(gpu.uuid, {})
-                    tracks[kind] = raised_by_event(
-                        tracks.get(kind, Track()),
-                        kind,
-                        sign,
-                        gpu.uuid,
-                        self._limits,
-                        now_s - age_s,
-                        seen.at_ms,
-                    )
+            with self._lock:
+                raised = self._raise(event, gpu, xid, now_s - age_s, seen.at_ms)
+                if raised:
                     self._renew(gpu.uuid)
+            if raised:
                 self._tell()
         _log_event(seen)
         for listener in self._event_listeners:
@@ -326,6 +325,18 @@ class HealthMonitor:
             self._bursts = {k: b for k, b in self._bursts.items() if now_s - b.last_s < BURST_MAX_S}
             self._bursts[key] = _Burst(now_s, now_s)
             return burst.repeats
+
+    def _raise(self, event: GpuEvent, gpu: Gpu, xid: Xid | None, at_s: float, at_ms: int) -> bool:
+        """Raises what the event means for the GPU, if anything. With the lock held."""
+        found = sign_of_event(gpu, event, xid)
+        if found is None:
+            return False
+        kind, sign = found
+        tracks = self._tracks.setdefault(gpu.uuid, {})
+        tracks[kind] = raised_by_event(
+            tracks.get(kind, Track()), kind, sign, gpu.uuid, self._limits, at_s, at_ms
+        )
+        return True
 
     def _prolong(self, gpu: Gpu | None, event: GpuEvent, xid: Xid | None, at_s: float) -> None:
         """A swallowed repeat still counts: the condition holds from now on."""
@@ -419,20 +430,21 @@ class HealthMonitor:
         if reading.fault is None and self._around.usage is not None:
             usage = self._around.usage(known.gpu, reading)
         beyond = usage.beyond_promises_mib(books.holders) if usage is not None and books is not None else None
-        mismatch = reading.fault is GpuFault.DRIVER_MISMATCH
-        versions = self._around.driver_versions() if mismatch else (None, None)
         now_s, now_ms = self._mono(), self._now_ms()
         with self._lock:
             tracks = self._tracks.setdefault(uuid, {})
             active = frozenset(kind for kind, t in tracks.items() if t.condition is not None)
             previous = self._good_readings.get(uuid)
-            signs = signs_of(known.gpu, reading, previous, self._limits, active, books, beyond, versions)
+            signs = signs_of(known.gpu, reading, previous, self._limits, active, books, beyond)
             for kind, sign in signs.items():
                 tracks[kind] = advance(
                     tracks.get(kind, Track()), kind, sign, uuid, self._limits, now_s, now_ms, scheduled
                 )
             if reading.fault is None:
                 self._good_readings[uuid] = reading
+                if uuid in self._doubted:
+                    self._raise(GpuEvent(GpuEventKind.UNAVAILABLE, uuid), known.gpu, None, now_s, now_ms)
+            self._doubted.discard(uuid)
             self._renew(uuid, reading, usage)
         if reading.fault is GpuFault.LOST_DEVICE_ACCESS:
             self._ask_restart(reading.fault_detail or "this process lost access to the GPU's device nodes")
@@ -486,13 +498,7 @@ class HealthMonitor:
         ident = condition_id(kind, None)
         since = next((c.since_ms for c in old if c.id == ident), self._now_ms())
         message = found.problem or "no GPU can be read"
-        module, library = (
-            self._around.driver_versions() if found.fault is GpuFault.DRIVER_MISMATCH else (None, None)
-        )
-        facts: dict[str, str | int | float] = {"fault": found.fault.value}
-        if module or library:
-            message += f" (kernel module {module or 'unknown'}, library {library or 'unknown'})"
-            facts |= {k: v for k, v in (("module_version", module), ("library_version", library)) if v}
+        facts = {"fault": found.fault.value}
         return (Condition(ident, kind, "critical", since, message, makes_unhealthy=True, facts=facts),)
 
     # -- telling ------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from edgeagent.hostroot import HostRoot
 
 _MEMINFO = re.compile(r"^(MemTotal|MemAvailable):\s+(\d+) kB$", re.MULTILINE)
 _OS_RELEASE = re.compile(r'^PRETTY_NAME="?([^"\n]*)"?$', re.MULTILINE)
-_NVIDIA_MODULE = re.compile(r"\b(\d+\.\d+(?:\.\d+)?)\b")
 _MAX_CPUS = 4096
 
 
@@ -38,15 +37,6 @@ class Host:
             return float(fields[0])
         except (IndexError, ValueError):
             return None
-
-    def nvidia_module_version(self) -> str | None:
-        """Version of the loaded nvidia.ko; differs from the library's after an upgrade until reboot."""
-        text = self._host.read_text("/proc/driver/nvidia/version", 4096) or ""
-        for line in text.splitlines():
-            if line.startswith("NVRM version:"):
-                m = _NVIDIA_MODULE.search(line)
-                return m.group(1) if m else None
-        return None
 
     def _line(self, path: str) -> str | None:
         text = self._host.read_text(path, 4096)
