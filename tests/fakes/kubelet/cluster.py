@@ -1,0 +1,127 @@
+"""What the API server holds: pods, events and one node, and the lock and condition of everything.
+
+Every change notifies `changed`, so whoever waits for a state waits for an event, never for a time.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+import uuid
+from collections.abc import Callable
+
+from tests.fakes.kubelet.model import Event, Node, Pod
+
+
+class Cluster:
+    """One node's view of a cluster. `lock` guards it and all that the kubelet keeps."""
+
+    def __init__(self, node_name: str = "edge-1", *, version: str = "v1.36.2", seed: int = 0) -> None:
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        self.version = version
+        self.node = Node(node_name)
+        self.pods: dict[tuple[str, str], Pod] = {}
+        self.events: list[Event] = []
+        self._rng = random.Random(f"uids {seed}")
+
+    def notify(self) -> None:
+        with self.lock:
+            self.changed.notify_all()
+
+    def new_uid(self) -> str:
+        return str(uuid.UUID(int=self._rng.getrandbits(128), version=4))
+
+    # Pods.
+
+    def create(self, pod: Pod, *, bind: bool = False) -> Pod:
+        """Adds a pod; `bind` puts it on the node without asking a scheduler."""
+        with self.lock:
+            if pod.key in self.pods:
+                raise ValueError(f"pod {pod.namespace}/{pod.name} exists")
+            names = [c.name for c in (*pod.init, *pod.apps)]
+            if len(set(names)) != len(names):
+                raise ValueError(f"container names of {pod.name} are not unique")
+            pod.uid = pod.uid or self.new_uid()
+            self.pods[pod.key] = pod
+            if bind:
+                pod.node_name = self.node.name
+            self.changed.notify_all()
+        return pod
+
+    def bind(self, pod: Pod) -> None:
+        with self.lock:
+            pod.node_name = self.node.name
+            self.event(pod, "Normal", "Scheduled", f"Successfully assigned {pod.name} to {self.node.name}",
+                       source="default-scheduler")  # fmt: skip
+
+    def delete(self, pod: Pod) -> None:
+        """Asks for a pod's deletion. One that no kubelet has taken up is gone at once."""
+        with self.lock:
+            pod.deleted = True
+            if pod.node_name is None:
+                self.remove(pod)
+            self.changed.notify_all()
+
+    def remove(self, pod: Pod) -> None:
+        with self.lock:
+            pod.gone = True
+            if self.pods.get(pod.key) is pod:
+                del self.pods[pod.key]
+            self.changed.notify_all()
+
+    def bound(self) -> list[Pod]:
+        with self.lock:
+            return [p for p in self.pods.values() if p.node_name == self.node.name]
+
+    def requested(self) -> dict[str, int]:
+        """What the pods on the node ask for, finished ones not counted."""
+        total: dict[str, int] = {}
+        for pod in self.bound():
+            if not pod.finished:
+                for resource, amount in pod.requests().items():
+                    total[resource] = total.get(resource, 0) + amount
+        return total
+
+    # Events.
+
+    def event(self, about: Pod | Node, type_: str, reason: str, message: str, *, source: str) -> None:
+        with self.lock:
+            pod = about if isinstance(about, Pod) else None
+            new = Event(
+                "Pod" if pod else "Node", pod.namespace if pod else "default", about.name,
+                pod.uid if pod else about.name, type_, reason, message, source,
+            )  # fmt: skip
+            for old in self.events:
+                if (old.kind, old.uid, old.reason, old.message) == (new.kind, new.uid, reason, message):
+                    old.count += 1
+                    break
+            else:
+                self.events.append(new)
+            self.changed.notify_all()
+
+    def events_of(self, pod: Pod, reason: str | None = None) -> list[Event]:
+        with self.lock:
+            return [e for e in self.events if e.uid == pod.uid and reason in (None, e.reason)]
+
+    # Waiting.
+
+    def wait_for(self, predicate: Callable[[], object], timeout_s: float = 10.0) -> None:
+        """Returns when `predicate` (called under the lock) is true; TimeoutError with the state otherwise.
+
+        Changes here wake it. It also looks every 50 ms, for predicates about things outside.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self.lock:
+            while not predicate():
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError(f"not true after {timeout_s} s; {self.describe()}")
+                self.changed.wait(min(left, 0.05))
+
+    def describe(self) -> str:
+        with self.lock:
+            lines = [f"node allocatable {self.node.allocatable}"]
+            lines += [repr(p) for p in self.pods.values()]
+            return "\n  ".join(lines)
