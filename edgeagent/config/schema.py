@@ -73,6 +73,9 @@ class SimulatedConfig:
     profile: str = key("2x-rtx-4000-ada", doc="Name of a shipped profile, or a path to a YAML profile.")
     seed: int = key(1, low=0, doc="Seed of the moving values.")
     fault_file: str | None = key(None, doc="YAML file of injected faults, read again when it changes.")
+    process_file: str | None = key(
+        None, doc="YAML file of processes on the GPUs, read again when it changes (the demo writes it)."
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,7 +356,9 @@ class FleetConfig:
     session_expiry_seconds: int = key(3600, low=60, high=604800)
     telemetry_seconds: float = key(10.0, low=0.5, high=3600, reload=True, doc="Interval between samples.")
     batch_seconds: float | None = key(None, low=1, high=3600, doc="Default: off on lan, 60 on metered.")
-    deflate: bool = key(False, doc="Send batches deflated on tele/z.")
+    deflate: bool | None = key(
+        None, doc="Telemetry by column and deflated, on tele/z. Default: on metered links."
+    )
     monthly_mb: float | None = key(None, low=1, doc="Byte budget of a metered link.")
     events_per_minute: int = key(10, low=1, high=1000)
     home_assistant: bool = key(False, doc="Publish Home Assistant discovery.")
