@@ -19,6 +19,8 @@ from edgeagent.errors import ConfigError
 MAX_FILE_BYTES = 1 << 20
 MAX_DEPTH = 32
 
+T = typing.TypeVar("T")
+
 _SIZE = re.compile(r"^\s*(\d+)\s*(MiB|Mi|GiB|Gi|M|G|MB|GB)\s*$")
 
 
@@ -228,6 +230,11 @@ def _shown(node: yaml.Node) -> str:
 
 def load_text(text: str, filename: str = "config") -> Config:
     """Parses YAML text. Raises ConfigError with every problem, each as `file:line: key: sentence`."""
+    return load_as(Config, text, filename)
+
+
+def load_as(cls: type[T], text: str, filename: str) -> T:
+    """YAML text as any dataclass whose fields are `key(...)`; else as load_text."""
     loader = _Loader(filename)
     for number, line in enumerate(text.splitlines(), 1):
         if line[: len(line) - len(line.lstrip())].count("\t"):
@@ -243,16 +250,21 @@ def load_text(text: str, filename: str = "config") -> Config:
     except (yaml.YAMLError, ValueError, RecursionError) as e:
         raise ConfigError(f"{filename}: not valid YAML: {str(e).splitlines()[0]}") from e
     if node is None:
-        return Config()
-    config = loader.section(node, Config, "", 0)
+        return cls()
+    made = loader.section(node, cls, "", 0)
     if loader.problems:
         raise ConfigError(loader.problems)
-    assert isinstance(config, Config)
-    return config
+    assert isinstance(made, cls)
+    return made
 
 
 def load_file(path: str | Path) -> Config:
     """Reads and parses a file. Raises ConfigError."""
+    return load_text(read_file(path), str(path))
+
+
+def read_file(path: str | Path) -> str:
+    """A YAML file's text. Raises ConfigError."""
     try:
         data = Path(path).read_bytes()
     except OSError as e:
@@ -263,7 +275,7 @@ def load_file(path: str | Path) -> Config:
         text = data.decode("utf-8")
     except UnicodeDecodeError as e:
         raise ConfigError(f"{path}: not UTF-8 text (byte {e.start})") from e
-    return load_text(text, str(path))
+    return text
 
 
 def to_plain(value: Any) -> Any:
