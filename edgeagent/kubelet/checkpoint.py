@@ -7,14 +7,18 @@ it says who holds what, not who is alive.
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from google.protobuf.message import DecodeError
+
 from edgeagent.errors import KubeletError
 from edgeagent.hostroot import HostRoot
+from edgeagent.kubelet.protos.deviceplugin import ContainerAllocateResponse
 from edgeagent.sharing.ledger import ContainerKey
 from edgeagent.sharing.tokens import read_ids
 
@@ -33,6 +37,16 @@ class HeldDevices:
     tokens: Mapping[str, int] = field(default_factory=dict)
     named: Mapping[str, frozenset[str]] = field(default_factory=dict)
     responses: Mapping[str, str] = field(default_factory=dict)
+
+    def response_env(self, resource: str, variable: str) -> str | None:
+        """The value that Allocate's answer for a resource gave a variable; None where it gave none."""
+        try:
+            data = base64.b64decode(self.responses.get(resource, ""), validate=True)
+            answer = ContainerAllocateResponse.FromString(data)
+        except (ValueError, DecodeError):
+            return None
+        value: str | None = answer.envs.get(variable)
+        return value
 
 
 @dataclass(frozen=True, slots=True)

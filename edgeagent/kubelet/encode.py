@@ -2,14 +2,14 @@
 
 A token (`m000123`) has a fixed length, so its entry in the message has one too, and a list of
 163,840 of them is cut out of two runs of equal blocks instead of being built from as many strings.
-The size of the largest message a list can ever need is known before anything is sent.
+(How large a list may get is sharing/units.py's business.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
-from edgeagent.kubelet.protos.deviceplugin import HEALTHY, MAX_MESSAGE_BYTES, UNHEALTHY
+from edgeagent.kubelet.protos.deviceplugin import HEALTHY, UNHEALTHY
 from edgeagent.kubelet.protos.deviceplugin import ListAndWatchResponse as _ListAndWatchResponse
 from edgeagent.sharing.tokens import DIGITS, MAX_TOKENS, ranges
 
@@ -25,10 +25,6 @@ def _device(token: bytes, health: str) -> bytes:
 
 HEALTHY_STRIDE = len(_device(b"m000000", HEALTHY))
 UNHEALTHY_STRIDE = len(_device(b"m000000", UNHEALTHY))
-
-# What one message may hold, with every device Unhealthy (the longer word): a list that fits today
-# must still fit on the day its GPUs fall ill.
-MAX_LISTED_TOKENS = MAX_MESSAGE_BYTES // UNHEALTHY_STRIDE
 
 
 class TokenEntries:
@@ -46,11 +42,6 @@ class TokenEntries:
         self.letter = letter
         self.count = count
         self._healthy = _entries(letter, 0, count, HEALTHY)
-
-    @property
-    def largest_bytes(self) -> int:
-        """Of the message in the worst case: all Unhealthy."""
-        return self.count * UNHEALTHY_STRIDE
 
     def payload(self, unhealthy: int = 0) -> bytes:
         """A ListAndWatchResponse that lists every token once, in order; those whose bit is set in
@@ -103,18 +94,3 @@ def named_payload(health: Mapping[str, bool], numa: Mapping[str, int | None] | N
             device.topology.nodes.add(ID=node)
     data: bytes = message.SerializeToString()
     return data
-
-
-def fits(payload_bytes: int) -> bool:
-    """Whether the kubelet's receive limit lets a message of this size through."""
-    return payload_bytes <= MAX_MESSAGE_BYTES
-
-
-def unit_that_fits(usable_mib: Iterable[int], at_least_mib: int = 1) -> int:
-    """The smallest power of two of MiB, not below `at_least_mib`, with which the memory of all these
-    GPUs fits in one list."""
-    sizes = list(usable_mib)
-    unit = 1
-    while unit < at_least_mib or sum(size // unit for size in sizes) > MAX_LISTED_TOKENS:
-        unit *= 2
-    return unit
