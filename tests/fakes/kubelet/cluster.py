@@ -22,12 +22,14 @@ class Cluster:
         self.changed = threading.Condition(self.lock)
         self.version = version
         self.node = Node(node_name)
-        self.pods: dict[tuple[str, str], Pod] = {}
+        self.pods: dict[tuple[str, str], Pod] = {}  # replaced, never changed: reading needs no lock
         self.events: list[Event] = []
+        self._changes = 0
         self._rng = random.Random(f"uids {seed}")
 
     def notify(self) -> None:
         with self.lock:
+            self._changes += 1
             self.changed.notify_all()
 
     def new_uid(self) -> str:
@@ -44,10 +46,10 @@ class Cluster:
             if len(set(names)) != len(names):
                 raise ValueError(f"container names of {pod.name} are not unique")
             pod.uid = pod.uid or self.new_uid()
-            self.pods[pod.key] = pod
+            self.pods = {**self.pods, pod.key: pod}
             if bind:
                 pod.node_name = self.node.name
-            self.changed.notify_all()
+            self.notify()
         return pod
 
     def bind(self, pod: Pod) -> None:
@@ -62,14 +64,14 @@ class Cluster:
             pod.deleted = True
             if pod.node_name is None:
                 self.remove(pod)
-            self.changed.notify_all()
+            self.notify()
 
     def remove(self, pod: Pod) -> None:
         with self.lock:
             pod.gone = True
             if self.pods.get(pod.key) is pod:
-                del self.pods[pod.key]
-            self.changed.notify_all()
+                self.pods = {key: p for key, p in self.pods.items() if p is not pod}
+            self.notify()
 
     def bound(self) -> list[Pod]:
         with self.lock:
@@ -99,7 +101,7 @@ class Cluster:
                     break
             else:
                 self.events.append(new)
-            self.changed.notify_all()
+            self.notify()
 
     def events_of(self, pod: Pod, reason: str | None = None) -> list[Event]:
         with self.lock:
@@ -108,17 +110,23 @@ class Cluster:
     # Waiting.
 
     def wait_for(self, predicate: Callable[[], object], timeout_s: float = 10.0) -> None:
-        """Returns when `predicate` (called under the lock) is true; TimeoutError with the state otherwise.
+        """Returns when `predicate` is true; TimeoutError with the state otherwise.
 
-        Changes here wake it. It also looks every 50 ms, for predicates about things outside.
+        Changes here wake it. It also looks every 50 ms, for predicates about things outside. The
+        lock is not held meanwhile, so a predicate may ask the kubelet through its sockets.
         """
         deadline = time.monotonic() + timeout_s
-        with self.lock:
-            while not predicate():
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise TimeoutError(f"not true after {timeout_s} s; {self.describe()}")
-                self.changed.wait(min(left, 0.05))
+        while True:
+            with self.lock:
+                seen = self._changes
+            if predicate():
+                return
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(f"not true after {timeout_s} s; {self.describe()}")
+            with self.lock:
+                if self._changes == seen:
+                    self.changed.wait(min(left, 0.05))
 
     def describe(self) -> str:
         with self.lock:
