@@ -4,6 +4,7 @@ They behave as measured on Kubernetes 1.36.2 with containerd 2.2.7, faults inclu
 imports pytest: the demo uses it too.
 """
 
+from tests.fakes.kubelet.apiserver import StandInApiServer
 from tests.fakes.kubelet.cluster import Cluster
 from tests.fakes.kubelet.kubelet import StandInKubelet
 from tests.fakes.kubelet.model import Container, ContainerSpec, Event, Node, Pod
@@ -24,6 +25,7 @@ __all__ = [
     "Pod",
     "Runtime",
     "Scheduler",
+    "StandInApiServer",
     "StandInKubelet",
     "Timing",
 ]
