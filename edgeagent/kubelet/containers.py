@@ -82,16 +82,29 @@ class HostContainers:
         for container_id, pids in self._cgroups.containers(pod_uid).items():
             environment = next((e for pid in pids if (e := self._environ(pid)) is not None), {})
             log_name = self._logs.container(container_id)
-            if container not in (environment.get(CONTAINER_ENV), log_name and log_name.container):
+            if container in (environment.get(CONTAINER_ENV), log_name.container if log_name else None):
+                stopped = self._kill(pod_uid, container_id, pids) or stopped
+        return stopped
+
+    def _kill(self, pod_uid: str, container_id: str, pids: tuple[int, ...]) -> bool:
+        directory = self._cgroups.container_dir(pod_uid, container_id)
+        if directory is not None and self._host.exists(f"{directory}/cgroup.kill"):
+            try:
+                # All of it at once, and no PID can have become somebody else's.
+                with self._host.path(f"{directory}/cgroup.kill").open("w") as file:
+                    file.write("1")
+                return True
+            except OSError as e:
+                log.info("cgroup.kill refused, signalling instead cgroup=%s error=%s", directory, e.strerror)
+        stopped = False
+        for pid in pids:
+            process = self._processes.find(pid)
+            if process is None or process.owner.pod_uid != pod_uid:
                 continue
-            for pid in pids:
-                process = self._processes.find(pid)
-                if process is None or process.owner.pod_uid != pod_uid:
-                    continue
-                try:
-                    stopped = self._processes.kill(process) or stopped
-                except NodeError as e:
-                    log.warning("cannot stop container pod=%s container=%s error=%s", pod_uid, container, e)
+            try:
+                stopped = self._processes.kill(process) or stopped
+            except NodeError as e:
+                log.warning("cannot stop container pod=%s container=%s: %s", pod_uid, container_id, e)
         return stopped
 
     def _environ(self, pid: int) -> dict[str, str] | None:

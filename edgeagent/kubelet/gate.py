@@ -193,11 +193,9 @@ class Gate:
         """The GPUs in mode `shared` with what they have to give, and all GPUs by UUID."""
         with self._lock:
             self._gpus = dict(gpus)
-            if tuple(capacities) == self._ledger.capacities():
-                return
-            self._ledger.set_capacities(capacities)
-            self._dispatch()
-        self._hooks.on_change()
+            if tuple(capacities) != self._ledger.capacities():
+                self._ledger.set_capacities(capacities)
+                self._dispatch()
 
     def set_policy(self, policy: str) -> None:
         with self._lock:
