@@ -129,7 +129,9 @@ def parse_record(raw: bytes) -> tuple[int | None, float | None, str]:
     if m is None:
         text = raw.decode("utf-8", "replace").rstrip("\n")
         stamp = _DMESG_TIME.match(text)
-        return None, float(stamp.group(1)) if stamp else None, text
+        if stamp is None:
+            return None, None, text
+        return None, float(stamp.group(1)), text[stamp.end() :]
     body = raw[m.end() :].split(b"\n", 1)[0].decode("utf-8", "replace")
     message = _ESCAPE.sub(lambda e: chr(int(e.group(1), 16)), body)
     return int(m.group(2)), int(m.group(3)) / 1e6, message
