@@ -704,3 +704,14 @@ def response(
         dryRun=dry_run or None,
         replayed=replayed or None,
     )
+
+
+def shift_times(body: bytes, delta_ms: int) -> bytes:
+    """A stored body with the times of its samples moved: they were taken by a clock that was wrong
+    by `delta_ms`."""
+    value = json.loads(body)
+    for row in value.get("samples", ()):
+        row["ts"] += delta_ms
+    if "t0" in value:
+        value["t0"] += delta_ms
+    return _dump(value)

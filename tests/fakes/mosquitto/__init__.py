@@ -1,0 +1,7 @@
+"""A real mosquitto on a loopback port, and a TCP proxy in front of it that misbehaves on demand."""
+
+from tests.fakes.mosquitto.broker import Mosquitto, available
+from tests.fakes.mosquitto.observer import Observer
+from tests.fakes.mosquitto.proxy import FlakyProxy
+
+__all__ = ["FlakyProxy", "Mosquitto", "Observer", "available"]
