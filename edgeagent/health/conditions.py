@@ -290,7 +290,7 @@ def _ecc(gpu: Gpu, reading: GpuReading, previous: GpuReading | None, settled: bo
         return Sign(
             True,
             f"{describe(gpu)} had {now - before} uncorrectable memory errors; its data cannot be trusted",
-            {"new_errors": now - before, "errors_since_driver_load": now},
+            {"newErrors": now - before, "errorsSinceDriverLoad": now},
         )
     return Sign(False) if settled else Sign(None)
 
@@ -320,7 +320,7 @@ def _temperature(gpu: Gpu, reading: GpuReading, limits: Limits, active: frozense
         return Sign(None)
     at, clear = thresholds
     if now >= at:
-        facts = {"temperature_c": round(now, 1), "threshold_c": at}
+        facts = {"temperatureC": round(now, 1), "thresholdC": at}
         return Sign(True, f"{describe(gpu)} is at {now:.0f} °C, its limit is {at:.0f} °C; cool it", facts)
     if now < clear:
         return Sign(False)
@@ -336,7 +336,7 @@ def _thermal(gpu: Gpu, reading: GpuReading) -> Sign:
         return Sign(False)
     facts: dict[str, str | int | float] = {"reasons": ",".join(found)}
     if reading.temperature_c is not None and math.isfinite(reading.temperature_c):
-        facts["temperature_c"] = round(reading.temperature_c, 1)
+        facts["temperatureC"] = round(reading.temperature_c, 1)
     return Sign(True, f"{describe(gpu)} slows itself down because of heat; check fan and filters", facts)
 
 
@@ -358,7 +358,7 @@ def _power(gpu: Gpu, reading: GpuReading, previous: GpuReading | None) -> Sign:
         return Sign(
             True,
             f"{describe(gpu)} draws more current than its supply gives; change it or the power mode",
-            {"reason": "overcurrent", "new_events": more or 0},
+            {"reason": "overcurrent", "newEvents": more or 0},
         )
     return Sign(False)
 
@@ -405,14 +405,14 @@ def _overcommit(
     if over <= (0 if ConditionType.HOST_OVERCOMMIT in active else limits.host_overcommit_mib):
         return Sign(False)
     facts: dict[str, str | int | float] = {
-        "overcommitted_mib": round(over),
-        "promised_mib": books.promised_mib,
-        "usable_mib": books.usable_mib,
+        "overcommittedMiB": round(over),
+        "promisedMiB": books.promised_mib,
+        "usableMiB": books.usable_mib,
     }
     if beyond_mib is not None:
-        facts["host_used_mib"] = round(beyond_mib)
+        facts["hostUsedMiB"] = round(beyond_mib)
     if reading.host_memory_available_mib is not None:
-        facts["host_available_mib"] = round(reading.host_memory_available_mib)
+        facts["hostAvailableMiB"] = round(reading.host_memory_available_mib)
     return Sign(
         True,
         f"{describe(gpu)}: programs outside of pods use {over:.0f} MiB that are promised to pods; "

@@ -119,6 +119,9 @@ class Watchdog:
                 )
                 self._actions.back(use)
             seen[use.key] = now
+        for key, ended in self._over.items():
+            if key not in seen:
+                self._actions.back(ended.use)
         self._seen, self._over = seen, over
 
     def _act(self, use: WatchedUse, seen: _Seen) -> tuple[_Seen, OverLimit]:

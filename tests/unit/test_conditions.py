@@ -139,7 +139,7 @@ def test_new_uncorrectable_errors_count_and_old_ones_do_not() -> None:
     before = make_reading(UUID, ecc_uncorrectable=7)
     found = signs(previous=before, ecc_uncorrectable=9)[T.ECC_UNCORRECTABLE]
     assert found.bad
-    assert found.facts["new_errors"] == 2
+    assert found.facts["newErrors"] == 2
     assert signs(previous=before, ecc_uncorrectable=7)[T.ECC_UNCORRECTABLE].bad is False
     assert signs(previous=before, ecc_uncorrectable=0)[T.ECC_UNCORRECTABLE].bad is False, "driver reloaded"
 
@@ -174,7 +174,7 @@ def test_host_use_that_grows_into_promises_is_told_with_its_numbers() -> None:
     sign = found[T.HOST_OVERCOMMIT]
     assert sign.bad
     assert sign.facts == {
-        "overcommitted_mib": 2096, "promised_mib": 4096, "usable_mib": 8000, "host_used_mib": 6000,
+        "overcommittedMiB": 2096, "promisedMiB": 4096, "usableMiB": 8000, "hostUsedMiB": 6000,
     }  # fmt: skip
     assert not RULES[T.HOST_OVERCOMMIT].makes_unhealthy, "running pods' shares are never withdrawn"
 
