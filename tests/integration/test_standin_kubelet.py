@@ -589,12 +589,13 @@ def test_deployment_storms_over_refused_allocations(k: StandInKubelet) -> None:
     with Plugin(k, MEM, 8) as plugin:
         plugin.on_allocate = lambda ids: (_ for _ in ()).throw(ValueError("no"))
         ready(k, mem=8)
-        with Scheduler(k.cluster), Deployment(k.cluster, "d", lambda name: pod(name, {MEM: 2}), 2) as d:
-            k.wait_for(lambda: len(d.failed) >= 14)
-            # After the burst: ten a second.
-            begin, count = time.monotonic(), len(d.pods)
-            k.wait_for(lambda: len(d.pods) >= count + 3)
-            assert time.monotonic() - begin > 0.15
+        template = lambda name: pod(name, {MEM: 2})  # noqa: E731
+        with Scheduler(k.cluster):
+            with Deployment(k.cluster, "d", template, 2, per_second=1e-6) as d:
+                k.wait_for(lambda: len(d.failed) == 14)
+                assert len(d.pods) == 14, "the burst is over; more come at the rate"
+            with Deployment(k.cluster, "e", template, 2, per_second=100, most=30) as e:
+                k.wait_for(lambda: len(e.failed) == 30)
         assert all(p.key in k.cluster.pods for p in d.failed), "they stay around"
 
 
@@ -817,8 +818,11 @@ def test_after_a_reboot_pods_need_the_plugin(in_time: bool) -> None:
             k.wait_for(lambda: p.running)
             held = k.ids(p, "app")
             plugin.stop()
+        boot_id = (k.root / "proc/sys/kernel/random/boot_id").read_text()
+        (k.root / "var/run/cdi").mkdir(parents=True)
         k.reboot()
         assert not (k.root / "var/run").exists()
+        assert (k.root / "proc/sys/kernel/random/boot_id").read_text() != boot_id
         if not in_time:
             k.wait_for(lambda: p.phase == "Failed")
             assert "no healthy devices present; cannot allocate unhealthy devices" in p.message
@@ -1204,6 +1208,9 @@ def test_cgroups_processes_and_logs_come_and_go(style: str) -> None:
         assert len((proc / "stat").read_text().split()) == 52
         logs = k.root / f"var/log/pods/default_p_{p.uid}"
         assert logs.is_dir()
+        (link,) = (k.root / "var/log/containers").iterdir()
+        assert link.name == f"p_default_app-{instance.id}.log"
+        assert str(link.readlink()) == f"/var/log/pods/default_p_{p.uid}/app/0.log"
         k.runtime.map_library(instance, "/usr/local/lib/edgeagent/libx.so")
         assert (proc / "maps").read_text().splitlines()[-1].endswith(" /usr/local/lib/edgeagent/libx.so")
         child = k.runtime.spawn(instance, "python3")
@@ -1218,6 +1225,7 @@ def test_cgroups_processes_and_logs_come_and_go(style: str) -> None:
         k.delete(p)
         k.wait_for(lambda: p.gone)
         assert not logs.exists()
+        assert not list(link.parent.iterdir())
 
 
 def test_cgroup_of_a_finished_pod_stands_a_moment_while_its_ids_are_given_out() -> None:

@@ -27,10 +27,13 @@ class Cluster:
         self._changes = 0
         self._rng = random.Random(f"uids {seed}")
 
-    def notify(self) -> None:
+    def notify(self, pod: Pod | None = None) -> None:
+        """Something changed. Who looks after a pod wakes only when that pod is named."""
         with self.lock:
             self._changes += 1
             self.changed.notify_all()
+            if pod is not None and pod.changed is not None:
+                pod.changed.notify_all()
 
     def new_uid(self) -> str:
         return str(uuid.UUID(int=self._rng.getrandbits(128), version=4))
@@ -46,6 +49,7 @@ class Cluster:
             if len(set(names)) != len(names):
                 raise ValueError(f"container names of {pod.name} are not unique")
             pod.uid = pod.uid or self.new_uid()
+            pod.changed = threading.Condition(self.lock)
             self.pods = {**self.pods, pod.key: pod}
             if bind:
                 pod.node_name = self.node.name
@@ -64,14 +68,14 @@ class Cluster:
             pod.deleted = True
             if pod.node_name is None:
                 self.remove(pod)
-            self.notify()
+            self.notify(pod)
 
     def remove(self, pod: Pod) -> None:
         with self.lock:
             pod.gone = True
             if self.pods.get(pod.key) is pod:
                 self.pods = {key: p for key, p in self.pods.items() if p is not pod}
-            self.notify()
+            self.notify(pod)
 
     def bound(self) -> list[Pod]:
         with self.lock:

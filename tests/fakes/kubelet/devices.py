@@ -507,9 +507,8 @@ class DeviceManager:
             call = Call("PreStartContainer", resource, pod.name, container.name, tuple(ids))
             request = dp.PreStartContainerRequest(devices_ids=ids)
             try:
-                self._call(
-                    call, endpoint.pre_start_container, request, give_up, self.timing.pre_start_deadline_s
-                )
+                deadline_s = self.timing.pre_start_deadline_s
+                self._call(call, endpoint.pre_start_container, request, give_up, deadline_s, pod.changed)
             except DeviceError as e:
                 raise DeviceError(f"device plugin PreStartContainer rpc failed with err: {e}") from e
 
@@ -547,8 +546,12 @@ class DeviceManager:
         request: Any,
         give_up: Callable[[], bool],
         timeout_s: float | None = None,
+        changed: threading.Condition | None = None,
     ) -> Any:
-        """The answer; DeviceError with grpc-go's text; Interrupted (and the call cancelled) on `give_up`."""
+        """The answer; DeviceError with grpc-go's text; Interrupted (and the call cancelled) on `give_up`.
+
+        `changed` is notified when `give_up` may have become true.
+        """
         with self.cluster.lock:
             if give_up():
                 raise Interrupted(call.method)
@@ -556,7 +559,7 @@ class DeviceManager:
             self.calls.append(call)
             self.cluster.notify()
         try:
-            call.answer = self._result(method.future(request, timeout=timeout_s), give_up)
+            call.answer = self._result(method.future(request, timeout=timeout_s), give_up, changed)
         except DeviceError as e:
             call.error = str(e)
             raise
@@ -570,10 +573,18 @@ class DeviceManager:
             call.end_s = time.monotonic()
         return call.answer
 
-    def _result(self, future: Any, give_up: Callable[[], bool]) -> Any:
-        future.add_done_callback(lambda _: self.cluster.notify())
-        with self.cluster.lock:
-            self.cluster.changed.wait_for(lambda: future.done() or give_up())
+    def _result(
+        self, future: Any, give_up: Callable[[], bool], changed: threading.Condition | None = None
+    ) -> Any:
+        changed = changed or self.cluster.changed
+
+        def done(_: object) -> None:
+            with changed:
+                changed.notify_all()
+
+        future.add_done_callback(done)
+        with changed:
+            changed.wait_for(lambda: future.done() or give_up())
         if not future.done():
             future.cancel()
             raise Interrupted("given up")

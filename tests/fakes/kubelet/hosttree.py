@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -32,6 +33,14 @@ class HostTree:
             (cgroup / "cgroup.controllers").write_text("cpuset cpu io memory hugetlb pids rdma misc\n")
             (cgroup / "cgroup.procs").touch()
         (root / "proc").mkdir(exist_ok=True)
+        self.boot()
+
+    def boot(self) -> None:
+        """A new boot ID, and an empty /var/run."""
+        boot_id = self.root / "proc/sys/kernel/random/boot_id"
+        boot_id.parent.mkdir(parents=True, exist_ok=True)
+        boot_id.write_text(f"{uuid.uuid4()}\n")
+        shutil.rmtree(self.root / "var/run", ignore_errors=True)
 
     # Cgroups. A "cgroup" is a path as /proc/<pid>/cgroup shows it.
 
@@ -136,3 +145,21 @@ class HostTree:
 
     def log_directory(self, namespace: str, name: str, uid: str) -> Path:
         return self.root / "var/log/pods" / f"{namespace}_{name}_{uid}"
+
+    def make_log(
+        self, namespace: str, name: str, uid: str, container: str, container_id: str, restarts: int
+    ) -> None:
+        """The log of one start, and the link under /var/log/containers that names it."""
+        log = self.log_directory(namespace, name, uid) / container / f"{restarts}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.touch()
+        links = self.root / "var/log/containers"
+        links.mkdir(parents=True, exist_ok=True)
+        link = links / f"{name}_{namespace}_{container}-{container_id}.log"
+        link.symlink_to(Path("/") / log.relative_to(self.root))
+
+    def remove_logs(self, namespace: str, name: str, uid: str) -> None:
+        shutil.rmtree(self.log_directory(namespace, name, uid), ignore_errors=True)
+        for link in (self.root / "var/log/containers").glob(f"{name}_{namespace}_*.log"):
+            if uid in str(link.readlink()):
+                link.unlink()

@@ -145,6 +145,8 @@ class StandInKubelet:
             return
         with self.cluster.lock:
             self.stopping.set()
+            for pod in self.cluster.bound():
+                self.cluster.notify(pod)
             self.cluster.notify()
         self.devices.close()
         for server in self._servers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -114,6 +115,7 @@ class Pod:
         self.message: str | None = None
         self.deleted = False  # somebody asked for its deletion
         self.gone = False  # it is no longer in the API
+        self.changed: threading.Condition | None = None  # the cluster gives one at creation
         self.admitted = False
         self.stopped = False  # the kubelet has ended all its containers for good
         self.rejected = False

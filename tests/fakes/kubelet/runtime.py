@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import random
 import select
-import shutil
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -134,7 +133,7 @@ class Runtime:
             self.cluster.notify()
 
     def remove_logs(self, pod: Pod) -> None:
-        shutil.rmtree(self.host.log_directory(*pod.key, pod.uid), ignore_errors=True)
+        self.host.remove_logs(*pod.key, pod.uid)
 
     def reboot(self) -> None:
         """All containers and cgroups are gone, and so is what lies in /var/run."""
@@ -146,7 +145,7 @@ class Runtime:
                         self._end(instance, 255)
                 self._end(pause, 0)
                 self.host.remove_cgroup(cgroup)
-            shutil.rmtree(self.root / "var/run", ignore_errors=True)
+            self.host.boot()
             self.cluster.notify()
 
     # Containers.
@@ -184,18 +183,16 @@ class Runtime:
             instance.hooks.extend(hooks)
             if spec.run_s is not None:
                 instance.ends_at_s = time.monotonic() + spec.run_s
-            log = self.host.log_directory(*pod.key, pod.uid) / spec.name
-            log.mkdir(parents=True, exist_ok=True)
-            (log / f"{container.restarts}.log").touch()
+            self.host.make_log(*pod.key, pod.uid, spec.name, instance.id, container.restarts)
             container.instances.append(instance)
-            self.cluster.notify()
+            self.cluster.notify(pod)
             return instance
 
     def exit(self, instance: Instance, code: int = 0) -> None:
         """The container's first process ends, and so all of it."""
         with self.cluster.lock:
             self._end(instance, code)
-            self.cluster.notify()
+            self.cluster.notify(instance.pod)
 
     def spawn(self, instance: Instance, comm: str, *, env: Mapping[str, str] | None = None,
               maps: Iterable[str] = ()) -> int:  # fmt: skip

@@ -34,7 +34,8 @@ class PodWorker:
         return self._stopping() or self.pod.deleted
 
     def _run(self) -> None:
-        pod, changed = self.pod, self._cluster.changed
+        pod, changed = self.pod, self.pod.changed
+        assert changed is not None
         with self._cluster.lock:
             if not self._interrupted() and not pod.finished:
                 self._runtime.create_pod(pod)
@@ -176,7 +177,8 @@ class PodWorker:
 
     def _after_the_end(self) -> None:
         """A finished pod: its cgroup goes a moment later, its object when somebody deletes it."""
-        pod, changed = self.pod, self._cluster.changed
+        pod, changed = self.pod, self.pod.changed
+        assert changed is not None
         self._k.stopping.wait(self._k.timing.cgroup_gone_s)
         self._runtime.remove_pod(pod)
         with self._cluster.lock:
