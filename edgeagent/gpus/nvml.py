@@ -218,18 +218,26 @@ class NvmlBackend:
         with self._inventory_lock:
             evidence: list[str] = []
             try:
-                if self._library_fault is not None:
-                    self._close_session()
-                self._open_session(evidence)
-                gpus, refusals = self._enumerate(evidence)
+                gpus, refusals = self._look(evidence)
                 if self._reinit_due(gpus) and self._may_close(evidence):
-                    self._open_session(evidence)
-                    gpus, refusals = self._enumerate(evidence)
+                    gpus, refusals = self._look(evidence)
             except GpuError as e:
                 return Inventory((), (*evidence, str(e)), str(e), GpuFault(e.fault))
             self._listen_now()
         problem, fault = (None, None) if gpus else _why_none(refusals)
         return Inventory(gpus, tuple(evidence), problem, fault)
+
+    def _look(self, evidence: list[str]) -> tuple[tuple[Gpu, ...], list[NvmlError]]:
+        if self._library_fault is not None:
+            self._close_session()
+        if self._open:
+            try:
+                return self._enumerate(evidence)
+            except GpuError as e:
+                log.debug("NVML is initialised again: %s", e)
+                self._close_session()
+        self._open_session(evidence)
+        return self._enumerate(evidence)
 
     def _may_close(self, evidence: list[str]) -> bool:
         """Closes the session for a fresh look, unless a hanging call forbids it."""
@@ -242,8 +250,6 @@ class NvmlBackend:
         return True
 
     def _open_session(self, evidence: list[str]) -> None:
-        if self._open:
-            return
         self._library.load()
         module = nvidia_host.kernel_module_version(self._host)
         with self._gate.alone(self._call_timeout_s) as alone:
@@ -366,7 +372,11 @@ class NvmlBackend:
             driver = self._optional("nvmlSystemGetDriverVersion")
             cuda = self._optional("nvmlSystemGetCudaDriverVersion_v2")
             cuda_version = f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else None
-            for index in range(self._must("nvmlDeviceGetCount")):
+            try:
+                count = self._call("nvmlDeviceGetCount")
+            except NvmlError as e:
+                raise self._library_failed(e) from e
+            for index in range(count):
                 try:
                     handle = self._call("nvmlDeviceGetHandleByIndex", index)
                     busy = self._hanging(handle)
@@ -825,7 +835,8 @@ class NvmlBackend:
             # Says that some GPU is gone, not which: ask those that are listened to, once.
             uuid = self._find_lost()
             if uuid is not None:
-                self._wait_again_at_s = 0.0  # it is left out of the next set: no reason to wait
+                self._wait_again_at_s = 0.0
+                self._register_if_changed()  # without it, at once: the others' events go on
                 return GpuEvent(GpuEventKind.UNAVAILABLE, uuid, detail=str(e)), 0.0
         if self._wait_failures == 1:
             return GpuEvent(GpuEventKind.UNAVAILABLE, None, detail=str(e)), 0.0

@@ -183,7 +183,7 @@ class FakeNvml:
             (self.root / "log" / "calls").touch()
         self._faults: dict[tuple[str, str], int] = {}
         self._hangs: set[tuple[str, str]] = set()
-        self._processes: dict[tuple[str, str], list[tuple[int, int, int, int]]] = {}
+        self._processes: dict[tuple[str, str, int], list[tuple[int, int, int, int]]] = {}
         self._samples: dict[str, list[tuple[int, int, int]]] = {}
         self._links: list[tuple[str, int, int, str]] = []
         self._near: list[tuple[str, str, int]] = []
@@ -233,7 +233,7 @@ class FakeNvml:
             out += [f"set {gpu.uuid} {k} {v}" for k, v in gpu.readings.items() if v is not None]
         out += [f"err {symbol} {gpu} {code}" for (symbol, gpu), code in self._faults.items()]
         out += [f"hang {symbol} {gpu}" for symbol, gpu in sorted(self._hangs)]
-        for (gpu_uuid, kind), entries in self._processes.items():
+        for (gpu_uuid, kind, _), entries in self._processes.items():
             out += [f"proc {gpu_uuid} {kind} {p} {used} {gi} {ci}" for p, used, gi, ci in entries]
         for gpu_uuid, samples in self._samples.items():
             out += [f"sample {gpu_uuid} {p} {ts} {sm} 0 0 0" for p, ts, sm in samples]
@@ -340,9 +340,9 @@ class FakeNvml:
         gi: int = 0xFFFFFFFF,
         ci: int = 0xFFFFFFFF,
     ) -> None:
-        """Replaces the three lists of a GPU: (pid, MiB); MiB None: not available."""
+        """Replaces the three lists of a GPU (of one MIG instance): (pid, MiB); None: not available."""
         for kind, entries in (("compute", compute), ("graphics", graphics), ("mps", mps)):
-            self._processes[uuid, kind] = [
+            self._processes[uuid, kind, gi] = [
                 (pid, -1 if used is None else int(used * MIB), gi, ci) for pid, used in entries
             ]
         self._write()
