@@ -24,149 +24,41 @@ Not thread-safe: the caller locks. No method but `set_capacities`, `grant`, `set
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from enum import Enum
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
-from edgeagent.errors import AllocationError
 from edgeagent.sharing.health_tokens import Giving, GpuTokens, unhealthy_mask
 from edgeagent.sharing.placement import Candidate, choose
-from edgeagent.sharing.tokens import CORES, MEMORY, NUMBER, Amounts, Demand, highest_n, lowest, token_id
+from edgeagent.sharing.refusals import Fit, Obstacle, Refusals
+from edgeagent.sharing.shares import (
+    Booking,
+    ContainerKey,
+    GpuCapacity,
+    Leftover,
+    Outlook,
+    Placement,
+    Refusal,
+    RefusalCode,
+    Wording,
+)
+from edgeagent.sharing.tokens import CORES, MEMORY, NUMBER, Amounts, Demand, highest_n
+
+__all__ = [
+    "Booking",
+    "ContainerKey",
+    "Demand",
+    "GpuCapacity",
+    "Ledger",
+    "Leftover",
+    "Outlook",
+    "Placement",
+    "Refusal",
+    "RefusalCode",
+    "Wording",
+]
 
 NOTHING = Demand()
 NO_AMOUNTS = Amounts()
-
-_NAMES_IN_A_SENTENCE = 3
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class ContainerKey:
-    """A container of a pod, as the kubelet's checkpoint names it."""
-
-    pod_uid: str
-    container: str
-
-
-@dataclass(frozen=True, slots=True)
-class GpuCapacity:
-    """What a GPU in mode `shared` has to give. `accepting` False: nothing new goes there (cordoned,
-    host overcommit); `sick`: nothing at all, restarts included. `reason` says why, for the pod's
-    author ("cordoned", "XID 79: fallen off the bus")."""
-
-    uuid: str
-    memory_units: int
-    cores: int = 100
-    shares: int = 16
-    accepting: bool = True
-    sick: bool = False
-    reason: str = ""
-
-    @property
-    def amounts(self) -> Amounts:
-        return Amounts(self.memory_units, self.cores, self.shares)
-
-
-class RefusalCode(str, Enum):
-    """Why a demand is not placed. The value is the machine form in events; `status` the gRPC name."""
-
-    EMPTY = "empty"  # no token at all
-    CORES_WITHOUT_MEMORY = "cores_without_memory"
-    NUMBER_ABOVE_ONE = "number_above_one"
-    BELOW_MINIMUM = "below_minimum"  # smaller than minShareMiB
-    TOO_LARGE = "too_large"  # larger than every GPU of this node
-    NO_ROOM = "no_room"  # would fit a GPU, not now
-    KEPT = "kept"  # there is room, kept for a container that waits longer
-    GPU_UNAVAILABLE = "gpu_unavailable"  # only a sick, cordoned or vanished GPU could hold it
-    HELD = "held"  # another living pod holds some of the same IDs
-    STILL_RUNNING = "still_running"  # a running container of the same pod uses some of the same IDs
-
-    @property
-    def status(self) -> str:
-        return _STATUS[self]
-
-
-_STATUS = {
-    RefusalCode.EMPTY: "INVALID_ARGUMENT",
-    RefusalCode.CORES_WITHOUT_MEMORY: "FAILED_PRECONDITION",
-    RefusalCode.NUMBER_ABOVE_ONE: "UNIMPLEMENTED",
-    RefusalCode.BELOW_MINIMUM: "OUT_OF_RANGE",
-    RefusalCode.TOO_LARGE: "OUT_OF_RANGE",
-    RefusalCode.NO_ROOM: "RESOURCE_EXHAUSTED",
-    RefusalCode.KEPT: "RESOURCE_EXHAUSTED",
-    RefusalCode.GPU_UNAVAILABLE: "UNAVAILABLE",
-    RefusalCode.HELD: "ABORTED",
-    RefusalCode.STILL_RUNNING: "ABORTED",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Where a container may start. Nothing is booked until `bind`.
-
-    `memory_units` is its limit (all of the GPU's for a whole card); `cores` None: compute uncapped;
-    `whole`: it asked for a number only and gets the GPU for itself. `previous_uuid` is the GPU of its
-    last start, when that was another one (the runtime may have cached the old CDI spec)."""
-
-    uuid: str
-    memory_units: int
-    cores: int | None
-    whole: bool = False
-    previous_uuid: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """Why a container cannot start now (`permanent` False: waiting helps) or ever on this node.
-    `message` is for the reader of `kubectl describe pod`; `in_the_way` are pods whose end would help."""
-
-    code: RefusalCode
-    message: str
-    permanent: bool = False
-    in_the_way: tuple[str, ...] = ()  # pod UIDs
-
-    @property
-    def status(self) -> str:
-        """Name of the gRPC status code."""
-        return self.code.status
-
-    def error(self) -> AllocationError:
-        return AllocationError(self.message, code=self.status, permanent=self.permanent)
-
-
-@dataclass(frozen=True, slots=True)
-class Booking:
-    """One container in the ledger. `uuid` None: restored without knowing its GPU (it counts on every
-    GPU until it is bound again or gone). `retired`: it has ended for good or another container of the
-    pod took its tokens over; it has no limit any more, what is left of its tokens is the pod's."""
-
-    key: ContainerKey
-    demand: Demand
-    uuid: str | None
-    memory_units: int
-    cores: int | None
-    whole: bool = False
-    retired: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Leftover:
-    """Tokens that a pod holds and none of its containers uses. `uuid` None: they lie on no GPU (they
-    made way for another container of the pod)."""
-
-    pod_uid: str
-    uuid: str | None
-    tokens: Demand
-
-
-@dataclass(frozen=True, slots=True)
-class Wording:
-    """How the ledger's sentences name things. `pod_name` turns a pod UID into what people know it by
-    ("default/train")."""
-
-    memory: str = "volcano.sh/vgpu-memory"
-    cores: str = "volcano.sh/vgpu-cores"
-    number: str = "volcano.sh/vgpu-number"
-    pod_name: Callable[[str], str] = str
 
 
 def _union(demands: Iterable[Demand]) -> Demand:
@@ -202,35 +94,6 @@ class _Pod:
         return [b for b in self.bookings.values() if not b.retired]
 
 
-@dataclass(frozen=True, slots=True)
-class _Fit:
-    """How a demand would lie on one GPU. `missing`: room that it lacks there; `displace`: leftover of
-    the pod that makes way; `possible`: the GPU is large enough; `closed`: it takes nothing new, or is
-    sick; `kept`: it would use up room that is kept for others."""
-
-    capacity: GpuCapacity
-    candidate: Candidate
-    missing: Amounts
-    displace: Amounts
-    possible: bool
-    closed: bool
-    kept: bool
-
-    @property
-    def fits(self) -> bool:
-        return not any(self.missing) and not self.closed
-
-
-@dataclass(frozen=True, slots=True)
-class Outlook:
-    """A GPU that could hold a demand once others have left: `new` is the room it needs there, `missing`
-    how much of it is not free yet."""
-
-    uuid: str
-    new: Amounts
-    missing: Amounts
-
-
 class Ledger:
     """See the module's docstring for the rules."""
 
@@ -247,6 +110,7 @@ class Ledger:
         self.policy = policy
         self.min_share_mib = min_share_mib
         self.wording = wording or Wording()
+        self._refusals = Refusals(unit_mib, self.wording)
         self._capacities: dict[str, GpuCapacity] = {}
         self._offered = Amounts()
         self._granted = NOTHING
@@ -572,14 +436,13 @@ class Ledger:
         capacity: GpuCapacity,
         position: int,
         kept: Mapping[str, Amounts],
-    ) -> _Fit:
+    ) -> Fit:
         uuid = capacity.uuid
         pod = self._pods.get(key.pod_uid) or _Pod()
         previous = pod.bookings.get(key.container)
         leftover = self._leftover_on(pod, key, demand, uuid)
         used = self._used.get(uuid, Amounts()).plus(self._unlocated(pod, key, demand))
         holder = self._whole_on(uuid)
-        stands_aside = holder is None or _steps_aside(holder, key, demand)
         whole = _wants_whole(demand)
         own_room = previous is not None and not previous.retired and previous.uuid == uuid
         displace = Amounts()
@@ -589,14 +452,16 @@ class Ledger:
             free = new.minus(used)
             missing = used.minus((leftover | (pod.lies_on(uuid) & demand)).amounts)
             free_after = Amounts()
-        else:
+        elif holder is None or _steps_aside(holder, key, demand):
             new = (demand - pod.lies_on(uuid)).amounts
-            free = capacity.amounts.minus(used) if stands_aside else Amounts()
-            missing = new.minus(free)
-            if stands_aside:
-                displace = Amounts(*map(min, missing, leftover.amounts))
-                missing = missing.minus(displace)
+            free = capacity.amounts.minus(used)
+            displace = Amounts(*map(min, new.minus(free), leftover.amounts))
+            missing = new.minus(free).minus(displace)
             free_after = free.minus(new)
+        else:
+            # Even what the pod holds here is of no use beside a container that has the GPU for itself.
+            new = missing = demand.amounts
+            free = free_after = Amounts()
         taken = Amounts(*map(min, new, free))
         keep = kept.get(uuid, NO_AMOUNTS)
         candidate = Candidate(
@@ -608,7 +473,7 @@ class Ledger:
             sum(displace),
             crowded=not whole and not demand.cores and not free_after.cores,
         )
-        return _Fit(
+        return Fit(
             capacity,
             candidate,
             missing,
@@ -626,7 +491,7 @@ class Ledger:
         return Placement(uuid, units, demand.cores.bit_count() or None, whole, moved)
 
     def outlook(self, key: ContainerKey, demand: Demand) -> tuple[Outlook, ...]:
-        """The GPUs on which a waiting container could start if others left, in the order listed. None
+        """The GPUs on which a waiting container could start if others left, in the order listed; none
         when its IDs are the obstacle, not room."""
         if self._refuse_demand(demand) or self._refuse_tokens(key, demand, ()):
             return ()
@@ -638,150 +503,39 @@ class Ledger:
     # --- refusing ---
 
     def _refuse_demand(self, demand: Demand) -> Refusal | None:
-        """What no node would grant."""
-        words = self.wording
-        memory, cores, shares = demand.amounts
-        if shares > 1:
-            return Refusal(
-                RefusalCode.NUMBER_ABOVE_ONE,
-                f"cannot give {words.number}: {shares}: a container gets a share of one GPU, so at most 1 "
-                f"(several whole GPUs are mode exclusive's nvidia.com/gpu)",
-                permanent=True,
-            )
-        if cores and not memory:
-            return Refusal(
-                RefusalCode.CORES_WITHOUT_MEMORY,
-                f"cannot give {words.cores}: {cores} without memory: add {words.memory} to the container",
-                permanent=True,
-            )
-        if not memory and not shares:
-            return Refusal(RefusalCode.EMPTY, "cannot place a container that holds no ID", permanent=True)
-        if memory and memory * self.unit_mib < self.min_share_mib:
-            return Refusal(
-                RefusalCode.BELOW_MINIMUM,
-                f"cannot give {memory * self.unit_mib} MiB: the least share on this node is "
-                f"{self.min_share_mib} MiB (a CUDA context needs room)",
-                permanent=True,
-            )
-        return None
+        return self._refusals.of_demand(demand.amounts, self.min_share_mib)
 
     def _refuse_tokens(self, key: ContainerKey, demand: Demand, running: Collection[str]) -> Refusal | None:
         """IDs that others use."""
         pod = self._pods.get(key.pod_uid)
         if (demand - (pod.holds() if pod else NOTHING)).overlaps(self._held):
-            holders = {uid: p.holds() & demand for uid, p in self._pods.items() if uid != key.pod_uid}
-            holders = {uid: tokens for uid, tokens in holders.items() if tokens}
-            names = _listed([f"{self.wording.pod_name(uid)} ({_sample(t)})" for uid, t in holders.items()])
-            return Refusal(
-                RefusalCode.HELD,
-                f"waiting for {names} to be gone: the kubelet gave this container IDs that are in use there",
-                in_the_way=tuple(holders),
-            )
+            common = {uid: p.holds() & demand for uid, p in self._pods.items() if uid != key.pod_uid}
+            return self._refusals.held({uid: tokens for uid, tokens in common.items() if tokens})
         for other in pod.living() if pod else ():
             name = other.key.container
             if other.key != key and name in running and other.demand.overlaps(demand):
-                return Refusal(
-                    RefusalCode.STILL_RUNNING,
-                    f"waiting for container {name} of the same pod to end: the kubelet gave this container "
-                    f"IDs that it uses ({_sample(other.demand & demand)})",
-                    in_the_way=(key.pod_uid,),
-                )
+                return self._refusals.still_running(key.pod_uid, name, other.demand & demand)
         return None
 
-    def _refuse_room(self, key: ContainerKey, demand: Demand, fits: Sequence[_Fit]) -> Refusal:
-        """Why none of the GPUs looked at takes the demand."""
-        whole = _wants_whole(demand)
-        want = "a whole GPU" if whole else self._amounts_text(demand.amounts)
-        possible = [f for f in fits if f.possible]
-        if not fits:
-            return Refusal(
-                RefusalCode.GPU_UNAVAILABLE, f"waiting for a GPU: none that could give {want} is present now"
-            )
-        if not possible:
-            largest = max((f.capacity for f in fits), key=lambda c: (c.memory_units, c.cores))
-            return Refusal(
-                RefusalCode.TOO_LARGE,
-                f"can never fit here: {want} asked of one GPU, and the largest of this node has "
-                f"{self._amounts_text(largest.amounts)} to give",
-                permanent=True,
-            )
-        kept = [f for f in possible if f.fits and f.kept]
-        if kept:
-            return Refusal(
-                RefusalCode.KEPT,
-                f"waiting: there is room for {want} on {_short(kept[0].capacity.uuid)}, but it is kept for a "
-                f"container that waits longer",
-            )
-        shut = _listed([_shut_text(f.capacity) for f in possible if f.closed])
-        usable = sorted((f for f in possible if not f.closed), key=lambda f: f.missing)
-        if not usable:
-            return Refusal(
-                RefusalCode.GPU_UNAVAILABLE,
-                f"waiting for a GPU: {want} would fit only {shut}, which takes no containers now",
-            )
-        nearest = usable[0].capacity.uuid
-        block = max((f.capacity.uuid for f in usable), key=lambda u: (self.free_on(u).memory, u == nearest))
-        blockers = [self._in_the_way(key, f) for f in usable]
-        message = (
-            f"waiting for room: {'no GPU is empty' if whole else f'no GPU has {want} free'} now; "
-            f"largest free block: {self._amounts_text(self.free_on(block))} on {_short(block)}"
-        )
-        if blockers[0]:
-            there = "there" if nearest == block else f"on {_short(nearest)}"
-            message += f"; in the way {there}: {_listed([text for _, text in blockers[0]])}"
-        if shut:
-            message += f"; not available: {shut}"
-        pods = dict.fromkeys(uid for pods in blockers for uid, _ in pods)
-        return Refusal(RefusalCode.NO_ROOM, message, in_the_way=tuple(pods))
+    def _refuse_room(self, key: ContainerKey, demand: Demand, fits: Sequence[Fit]) -> Refusal:
+        """None of the GPUs looked at takes the demand."""
 
-    def _in_the_way(self, key: ContainerKey, fit: _Fit) -> list[tuple[str, str]]:
-        """Pods that hold what is missing on a GPU, the largest first, each with what it holds there."""
-        uuid = fit.capacity.uuid
-        holder = self._whole_on(uuid)
-        found = []
-        for uid, pod in self._pods.items():
-            lying = pod.lies_on(uuid)
-            if uid == key.pod_uid:
-                lying = _union(b.demand for b in pod.living() if b.key != key) & lying
-            amounts = lying.amounts
-            whole = holder is not None and holder.key.pod_uid == uid
-            if not whole and not any(m and a for m, a in zip(fit.missing, amounts, strict=True)):
-                continue
-            what = "the whole GPU" if whole else self._amounts_text(amounts)
-            name = "this pod itself" if uid == key.pod_uid else self.wording.pod_name(uid)
-            found.append((amounts, uid, f"{name} ({what})"))
-        found.sort(key=lambda item: (tuple(-a for a in item[0]), item[1]))
-        return [(uid, text) for _, uid, text in found]
+        def on_gpu(uuid: str) -> list[Obstacle]:
+            holder = self._whole_on(uuid)
+            found = []
+            for uid, pod in self._pods.items():
+                lying = pod.lies_on(uuid)
+                own = uid == key.pod_uid
+                if own:  # its leftover makes way, and so does what the container itself holds
+                    lying &= _union(b.demand for b in pod.living() if b.key != key)
+                if lying:
+                    whole = holder is not None and holder.key.pod_uid == uid
+                    found.append(Obstacle(uid, lying.amounts, whole, own))
+            return found
 
-    def _amounts_text(self, amounts: Amounts) -> str:
-        text = f"{amounts.memory * self.unit_mib} MiB"
-        return f"{text} and {amounts.cores} % of compute" if amounts.cores else text
+        return self._refusals.of_room(demand.amounts, _wants_whole(demand), fits, self.free_on, on_gpu)
 
 
 def _steps_aside(holder: Booking, key: ContainerKey, demand: Demand) -> bool:
     """Whether the container that has a GPU for itself is this one, or ends by this one's start."""
     return holder.key == key or (holder.key.pod_uid == key.pod_uid and holder.demand.overlaps(demand))
-
-
-def _sample(tokens: Demand) -> str:
-    """ "m000012 and 7 more"."""
-    for letter in (MEMORY, CORES, NUMBER):
-        if mask := tokens.of(letter):
-            more = sum(tokens.amounts) - 1
-            return token_id(letter, lowest(mask)) + (f" and {more} more" if more else "")
-    return ""
-
-
-def _listed(texts: Sequence[str]) -> str:
-    more = len(texts) - _NAMES_IN_A_SENTENCE
-    return ", ".join(texts[:_NAMES_IN_A_SENTENCE]) + (f" and {more} more" if more > 0 else "")
-
-
-def _shut_text(capacity: GpuCapacity) -> str:
-    state = "sick" if capacity.sick else "takes nothing new"
-    return f"{_short(capacity.uuid)} ({capacity.reason or state})"
-
-
-def _short(uuid: str) -> str:
-    """A GPU's UUID as people can still tell it from others: "GPU-1a2b3c4d"."""
-    return uuid if len(uuid) <= 20 else uuid[:12]

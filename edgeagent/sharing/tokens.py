@@ -136,12 +136,14 @@ def parse_ids(letter: str, ids: Sequence[str], offered: int) -> int:
     # their columns and digits everywhere else mean that every ID is a letter and six digits.
     row = " ".join(ids)
     digits = row.replace(letter, "")
+    bare = digits.replace(" ", "")
     if (
         len(row) != len(ids) * (ID_BYTES + 1) - 1
         or row[:: ID_BYTES + 1] != letter * len(ids)
         or row[ID_BYTES :: ID_BYTES + 1] != " " * (len(ids) - 1)
-        or not row.isascii()
-        or not digits.replace(" ", "").isdigit()
+        or len(bare) != len(ids) * DIGITS
+        or not bare.isascii()
+        or not bare.isdigit()
     ):
         foreign = next(i for i in ids if not _is_token(letter, i))
         raise AllocationError(
