@@ -28,15 +28,16 @@ CORES = "volcano.sh/vgpu-cores"
 NUMBER = "volcano.sh/vgpu-number"
 
 
-def pretend_gpu(index: int, mib: int = 8192, **facts: object) -> Gpu:
+def pretend_gpu(number: int, mib: int = 8192, **facts: object) -> Gpu:
+    """The GPU of that number: its UUID, index and minor, unless `facts` say otherwise."""
     gpu = Gpu(
-        uuid=f"GPU-{index:08x}-0000-0000-0000-000000000000",
-        index=index,
+        uuid=f"GPU-{number:08x}-0000-0000-0000-000000000000",
+        index=number,
         kind=GpuKind.DISCRETE,
         source="simulated",
         model="Pretend A2000",
         memory_total_mib=mib,
-        minor=index,
+        minor=number,
     )
     return replace(gpu, **facts) if facts else gpu  # type: ignore[arg-type]
 
@@ -145,7 +146,9 @@ class Side:
         self.tell_gpus()
 
     def registered(self) -> bool:
-        return self.side.connected
+        """The kubelet has heard all of it."""
+        offered = [r for r in self.side.resources() if r.problem is None]
+        return self.side.connected and all(self.kubelet.capacity.get(r.name) == r.total for r in offered)
 
     def kinds(self, kind: str) -> list[AllocEvent]:
         return [event for event in self.events if event.kind == kind]
