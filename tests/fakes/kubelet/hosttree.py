@@ -36,11 +36,10 @@ class HostTree:
         self.boot()
 
     def boot(self) -> None:
-        """A new boot ID, and an empty /var/run."""
+        """A new boot ID."""
         boot_id = self.root / "proc/sys/kernel/random/boot_id"
         boot_id.parent.mkdir(parents=True, exist_ok=True)
         boot_id.write_text(f"{uuid.uuid4()}\n")
-        shutil.rmtree(self.root / "var/run", ignore_errors=True)
 
     # Cgroups. A "cgroup" is a path as /proc/<pid>/cgroup shows it.
 
@@ -161,5 +160,8 @@ class HostTree:
     def remove_logs(self, namespace: str, name: str, uid: str) -> None:
         shutil.rmtree(self.log_directory(namespace, name, uid), ignore_errors=True)
         for link in (self.root / "var/log/containers").glob(f"{name}_{namespace}_*.log"):
-            if uid in str(link.readlink()):
-                link.unlink()
+            try:
+                if uid in str(link.readlink()):
+                    link.unlink()
+            except FileNotFoundError:
+                pass  # another pod's thread was faster

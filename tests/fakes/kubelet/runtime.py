@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 import select
+import shutil
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -19,6 +20,13 @@ from tests.fakes.kubelet.cdi import CdiCache, Edits, RuntimePanic, UnresolvableD
 from tests.fakes.kubelet.cluster import Cluster
 from tests.fakes.kubelet.hosttree import HostTree
 from tests.fakes.kubelet.model import Container, Pod
+
+
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+def _base_env(pod: Pod) -> dict[str, str]:
+    return {"PATH": _PATH, "HOSTNAME": pod.name}
 
 
 class CreateError(Exception):
@@ -49,7 +57,10 @@ class RunOptions:
 
 @dataclass
 class Instance:
-    """One start of a container. Ends at `exit_code` not None."""
+    """One start of a container. Ends at `exit_code` not None.
+
+    `env` is without PATH and HOSTNAME, which the process of every container has too.
+    """
 
     id: str
     pod: Pod
@@ -145,6 +156,7 @@ class Runtime:
                         self._end(instance, 255)
                 self._end(pause, 0)
                 self.host.remove_cgroup(cgroup)
+            shutil.rmtree(self.root / "var/run", ignore_errors=True)
             self.host.boot()
             self.cluster.notify()
 
@@ -200,8 +212,9 @@ class Runtime:
         with self.cluster.lock:
             pid = self.host.new_pid()
             self.host.make_process(
-                pid, cgroup=instance.cgroup, comm=comm, env={**instance.env, **(env or {})}, maps=maps,
-                devices=instance.devices, pid_in_container=len(instance.pids) + 1,
+                pid, cgroup=instance.cgroup, comm=comm, maps=maps, devices=instance.devices,
+                env={**_base_env(instance.pod), **instance.env, **(env or {})},
+                pid_in_container=len(instance.pids) + 1,
             )  # fmt: skip
             instance.pids.append(pid)
             self.host.set_procs(instance.cgroup, instance.pids)
@@ -277,7 +290,8 @@ class Runtime:
         leaf = self.host.leaf_cgroup(cgroup, container_id)
         pid = self.host.new_pid()
         self.host.make_cgroup(leaf)
-        self.host.make_process(pid, cgroup=leaf, comm=comm, env=given.env, devices=given.devices)
+        env = {**_base_env(pod), **given.env} if name else {"PATH": _PATH}
+        self.host.make_process(pid, cgroup=leaf, comm=comm, env=env, devices=given.devices)
         self.host.set_procs(leaf, [pid])
         instance = Instance(
             container_id, pod, name, leaf, [pid], given.env, given.devices, given.mounts, given.annotations,
