@@ -34,6 +34,7 @@ class Supervisor:
         self._ended = threading.Event()
         self._services: list[_Running] = []
         self.failed: str | None = None
+        self._nudged = False
 
     def add(self, name: str, service: Service, wake: Callable[[], None] | None = None) -> None:
         """Starts `service(stop)` in a thread called `name`. `wake` is called once at stop, for
@@ -59,6 +60,9 @@ class Supervisor:
         """Blocks until stop is asked for or a service ended early. True when it should all end."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self.stop.is_set() and self.failed is None:
+            if self._nudged:
+                self._nudged = False
+                return False
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 return False
@@ -67,6 +71,11 @@ class Supervisor:
             if self.failed is None:
                 self._ended.clear()
         return True
+
+    def nudge(self) -> None:
+        """Makes `wait` return False soon; safe to call from a signal handler."""
+        self._nudged = True
+        self._ended.set()
 
     def request_stop(self) -> None:
         """Safe to call from a signal handler and from any thread."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from edgeagent.cli.options import add_config_option, load_config
-from edgeagent.control import ControlClient
+from edgeagent.cli.options import add_config_option, agent_client, load_config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,5 +14,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config, _ = load_config(args)
-    print(ControlClient(config.run_dir).call(args.command, gpu=args.gpu))
+    print(agent_client(config).call(args.command, gpu=args.gpu))
     return 0

@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 
 from edgeagent.config import Config, load_file
+from edgeagent.control import ControlClient
+from edgeagent.hostroot import HostRoot
 
 DEFAULT_CONFIG = "/etc/edgeagent/agent.yaml"
 ENV_CONFIG = "EDGEAGENT_CONFIG"
@@ -30,3 +32,8 @@ def load_config(args: argparse.Namespace) -> tuple[Config, Path | None]:
     if Path(DEFAULT_CONFIG).exists():
         return load_file(DEFAULT_CONFIG), Path(DEFAULT_CONFIG)
     return Config(), None
+
+
+def agent_client(config: Config) -> ControlClient:
+    """The local socket of the agent that runs with this configuration."""
+    return ControlClient(HostRoot(config.host_root).path(config.run_dir))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from edgeagent.cli.options import add_config_option, load_config
-from edgeagent.control import ControlClient
+from edgeagent.cli.options import add_config_option, agent_client, load_config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exit status 2: something needs a restart to take effect."""
     config, _ = load_config(args)
-    result = ControlClient(config.run_dir).call("reload")
+    result = agent_client(config).call("reload")
     for key in result["changed"]:
         print(f"changed: {key}")
     for key in result["restartNeeded"]:

@@ -8,8 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from edgeagent.cli.options import add_config_option, load_config
-from edgeagent.control import ControlClient
+from edgeagent.cli.options import add_config_option, agent_client, load_config
 
 JsonObject = Mapping[str, Any]
 
@@ -22,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exit status 0: all well; 2: the agent runs and something is wrong (the reasons are printed)."""
     config, _ = load_config(args)
-    snapshot = ControlClient(config.run_dir).call("snapshot")
+    snapshot = agent_client(config).call("snapshot")
     if args.json:
         print(json.dumps(snapshot, indent=2, ensure_ascii=False))
     else:
@@ -128,7 +127,7 @@ def _unit(value: float | None, unit: str) -> str:
 def _level(level: JsonObject | None) -> str:
     if not level:
         return "none"
-    return level["level"] + (f" ({level['reason']})" if level.get("reason") else "")
+    return f"{level['level']} ({level['reason']})" if level.get("reason") else str(level["level"])
 
 
 def duration(seconds: float) -> str:

@@ -9,9 +9,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from edgeagent.cli.options import add_config_option, load_config
+from edgeagent.cli.options import add_config_option, agent_client, load_config
 from edgeagent.cli.status import duration
-from edgeagent.control import ControlClient
 from edgeagent.errors import AgentError, ControlError
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exit status 1: the agent does not answer."""
     config, _ = load_config(args)
-    return show(args, lambda: ControlClient(config.run_dir).call("snapshot"))
+    return show(args, lambda: agent_client(config).call("snapshot"))
 
 
 def show(args: argparse.Namespace, fetch_snapshot: FetchSnapshot) -> int:

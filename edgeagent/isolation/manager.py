@@ -20,6 +20,7 @@ from edgeagent.node.cdi import ContainerEdits
 
 log = logging.getLogger(__name__)
 
+PROBE_WAIT_S = 8.0
 LOSS_POLLS = 2  # evidence missing this often in a row lowers the level
 
 # Order among mechanisms of equal level: the earlier is preferred.
@@ -104,7 +105,13 @@ class IsolationManager:
         self._on_level_lost = on_level_lost
         self._lock = threading.Lock()
         self._choices: dict[str, dict[Axis, Choice]] = {}
+        self._probing: dict[str, threading.Event] = {}
         self._seen: dict[tuple[str, str, Axis], _Seen] = {}
+
+    def expect(self, gpu_uuid: str) -> None:
+        """`probe` will be called for this GPU soon: no container is prepared on it before."""
+        with self._lock:
+            self._probing.setdefault(gpu_uuid, threading.Event())
 
     def probe(self, gpu: Gpu, *, watchdog: bool) -> Levels:
         """Probes every mechanism on `gpu` and chooses. `watchdog`: the driver lists memory per process."""
@@ -130,6 +137,7 @@ class IsolationManager:
             choices[axis] = choice
         with self._lock:
             self._choices[gpu.uuid] = choices
+            self._probing.setdefault(gpu.uuid, threading.Event()).set()
         levels = self.levels(gpu.uuid)
         log.info(
             "isolation chosen gpu=%s memory=%s (%s) compute=%s (%s)",
@@ -161,7 +169,12 @@ class IsolationManager:
         return tuple(dict.fromkeys(found))
 
     def prepare(self, share: ShareToEnforce) -> ContainerEdits:
-        """Everything that must be in place before the container starts. Raises IsolationError."""
+        """Everything that must be in place before the container starts. Raises IsolationError; waits
+        a few seconds for a probe that is still under way."""
+        with self._lock:
+            probing = self._probing.get(share.gpu.uuid)
+        if probing is not None and not probing.wait(PROBE_WAIT_S):
+            raise IsolationError("isolation of this GPU is still being probed; the start is tried again")
         edits = ContainerEdits()
         for backend, axes in self._in_charge(share):
             edits = edits.merged(backend.prepare(share, axes))

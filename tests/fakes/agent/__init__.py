@@ -27,7 +27,7 @@ CHECKOUT = Path(__file__).resolve().parents[3]
 
 
 class AgentProcess:
-    """`root` is the host tree; state and run directories lie beside it in `work`."""
+    """`root` is the host tree, with the agent's run and state directories; `work` has its configuration and log."""
 
     def __init__(
         self,
@@ -38,8 +38,8 @@ class AgentProcess:
     ) -> None:
         self.root = root
         self.work = work
-        self.run_dir = work / "run"
-        self.state_dir = work / "state"
+        self.run_dir = root / "run/edgeagent"
+        self.state_dir = root / "var/lib/edgeagent"
         self.config_path = work / "agent.yaml"
         self.log_path = work / "agent.log"
         self._env = dict(env or {})
@@ -52,8 +52,6 @@ class AgentProcess:
     def write_config(self, config: Mapping[str, Any]) -> None:
         base: dict[str, Any] = {
             "hostRoot": str(self.root),
-            "stateDir": str(self.state_dir),
-            "runDir": str(self.run_dir),
             "node": {"name": "edge-1", "site": "lab"},
             "kubernetes": {"enabled": False},
             "metrics": {"enabled": False},
