@@ -21,7 +21,6 @@ from tests.fakes.kubelet.cluster import Cluster
 from tests.fakes.kubelet.hosttree import HostTree
 from tests.fakes.kubelet.model import Container, Pod
 
-
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
