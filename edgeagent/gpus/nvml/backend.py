@@ -25,7 +25,7 @@ from typing import Any
 
 from edgeagent.errors import GpuError
 from edgeagent.gpus import nvidia_host, tegra_files
-from edgeagent.gpus import nvml_library as codes
+from edgeagent.gpus.nvml import library as codes
 from edgeagent.gpus.jetson import is_integrated_name
 from edgeagent.gpus.model import (
     Gpu,
@@ -41,7 +41,7 @@ from edgeagent.gpus.model import (
     ProcessType,
     Topology,
 )
-from edgeagent.gpus.nvml_library import Library, NvmlError, address
+from edgeagent.gpus.nvml.library import Library, NvmlError, address
 from edgeagent.hostroot import HostRoot
 
 log = logging.getLogger(__name__)
