@@ -353,10 +353,16 @@ class HealthMonitor:
 
     def poll_once(self, scheduled: bool = True) -> HealthState:
         """One round: look for GPUs where that is due, read each, renew the conditions."""
-        if self._inventory_due():
+        looked = self._inventory_due()
+        if looked:
             self._take_inventory()
         for uuid, known in list(self._state.gpus.items()):
             reading = self._read(known)
+            if reading.fault is GpuFault.FAILED and not _failed(known.reading) and not looked:
+                # No reason given: a look at everything tells a failed GPU from our own lost access.
+                self._take_inventory()
+                looked = True
+                reading = self._read(self._state.gpus[uuid])
             self._take_reading(uuid, reading, scheduled)
         with self._lock:
             self._state = replace(self._state, polls=self._state.polls + 1)
@@ -528,6 +534,10 @@ _NODE_KINDS = {
     GpuFault.LIBRARY_MISSING: ConditionType.DRIVER_NOT_LOADED,
     GpuFault.UNRESPONSIVE: ConditionType.DRIVER_UNRESPONSIVE,
 }
+
+
+def _failed(reading: GpuReading | None) -> bool:
+    return reading is not None and reading.fault is GpuFault.FAILED
 
 
 def _known_facts(inventory: Inventory) -> object:
