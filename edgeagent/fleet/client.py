@@ -482,7 +482,7 @@ class Link:
 
     def _make_client(self, broker: Broker) -> paho.Client:
         s = self.settings
-        client = paho.Client(
+        client = _Client(
             CallbackAPIVersion.VERSION2,
             client_id=s.client_id,
             protocol=MQTTProtocolVersion.MQTTv5 if s.is_v5 else MQTTProtocolVersion.MQTTv311,
@@ -497,7 +497,9 @@ class Link:
         if broker.websocket_path:
             client.ws_set_options(path=broker.websocket_path)
         if broker.tls:
-            client.tls_set_context(self._tls_context())
+            client.tls, client.tls_host = self._tls_context(), broker.host
+            client.tls_timeout_s = s.connect_timeout_s
+            client.tls_set_context(client.tls)
         if s.username is not None:
             client.username_pw_set(s.username, _read_secret(s.password_file))
         if s.proxy is not None:
@@ -662,6 +664,26 @@ class Link:
         filters = conn.filters.pop(mid, ())
         refused = tuple(f for f, code in zip(filters, codes, strict=False) if code.is_failure)
         self._deliver(Subscribed(refused))
+
+
+class _Client(paho.Client):
+    """paho's client, which leaves a socket open when its TLS handshake fails; that is put right here.
+    Should paho ever rename the method, only that is lost."""
+
+    tls: ssl.SSLContext | None = None
+    tls_host = ""
+    tls_timeout_s = 25.0
+
+    def _ssl_wrap_socket(self, tcp_sock: socket.socket) -> ssl.SSLSocket:
+        assert self.tls is not None, "set before connecting"
+        sock = self.tls.wrap_socket(tcp_sock, server_hostname=self.tls_host, do_handshake_on_connect=False)
+        try:
+            sock.settimeout(self.tls_timeout_s)
+            sock.do_handshake()
+        except (OSError, ValueError):
+            sock.close()
+            raise
+        return sock
 
 
 # -- small parts ----------------------------------------------------------------------------------

@@ -60,8 +60,8 @@ ENVELOPE_ROOM = 1024
 BACKLOG_IS_ROWS = 50  # after an outage shorter than BACKLOG_IS_S, fewer rows are sent as if live
 BACKLOG_IS_S = 60.0
 POISON_STRIKES = 3
-TAKEOVERS_ARE_A_FIGHT = 2
-TAKEOVER_WINDOW_S = 600.0
+RIVALS_ARE_A_FIGHT = 2
+RIVAL_WINDOW_S = 600.0
 GOODBYE_S = 1.5
 CLOSE_S = 1.0
 CRITICAL_KINDS = frozenset({"xid", "oom"})
@@ -169,6 +169,7 @@ class Uplink:
         self._backlog: TokenBucket | None = None
         self._backlog_from_s = 0.0
         self._corrected_s = 0.0
+        self._began_ms = 0
         self._former_filters: list[str] = []
         self._incoming = TokenBucket(20.0, 32)
         self._problem: str | None = None
@@ -178,7 +179,7 @@ class Uplink:
         self._connects = 0
         self._solo = False
         self._suspects: dict[str, int] = {}  # identity of a message -> disconnects right after it
-        self._takeovers: deque[float] = deque(maxlen=8)
+        self._rivals: deque[float] = deque(maxlen=8)
         self._stopping = False
         self._links_died = 0
         self._due: dict[str, float] = {}
@@ -271,6 +272,7 @@ class Uplink:
 
     def _begin(self) -> None:
         now = self._clock.now()
+        self._began_ms = now.wall_ms
         if self._outbox is None:
             self._outbox = Outbox(
                 self._state_dir,
@@ -432,12 +434,8 @@ class Uplink:
             self._outbox.spill()
 
     def _judge_disconnect(self, connection: _Connection, event: Disconnected, now: Moment) -> None:
-        now_s = now.mono_ms / 1000
         if event.taken_over:
-            self._takeovers.append(now_s)
-            recent = [t for t in self._takeovers if now_s - t < TAKEOVER_WINDOW_S]
-            if len(recent) >= TAKEOVERS_ARE_A_FIGHT:
-                self._fight(f"another client connects as {self._settings.client_id!r}")
+            self._rival(f"another client connects as {self._settings.client_id!r}", now)
             return
         if not event.by_peer or not connection.in_flight:
             return
@@ -453,13 +451,19 @@ class Uplink:
                 self._set_aside(alone, f"the broker hung up on it: {event.reason}", now)
         self._solo = True
 
-    def _fight(self, what: str) -> None:
+    def _rival(self, what: str, now: Moment) -> None:
+        """A sign of somebody else with our name. Brokers need not say that a client was taken over,
+        so his status counts too. One sign may be an accident; more are a fight, which waiting calms."""
+        now_s = now.mono_ms / 1000
+        self._rivals.append(now_s)
+        if len([t for t in self._rivals if now_s - t < RIVAL_WINDOW_S]) < RIVALS_ARE_A_FIGHT:
+            return
         if self._link is not None:
             self._link.slow_down()
-        if self._duplicate != what:
-            self._duplicate = what
+        if self._duplicate is None:
             log.warning("%s", what)
             self._agent_event("DuplicateClient", f"{what}: two agents share a name", severity="critical")
+        self._duplicate = what
 
     def _acknowledged(self, event: Acked, now: Moment, done: list[int]) -> None:
         connection = self._connection
@@ -496,7 +500,7 @@ class Uplink:
     def _subscriptions(self) -> list[Subscription]:
         # On a LAN our own status comes back: that also shows a will that the broker sent late. On a
         # metered MQTT 5 link only what others write there does.
-        out = [Subscription(self.topics.status, retained=False, own=self._config.link == "lan")]
+        out = [Subscription(self.topics.status, own=self._config.link == "lan")]
         out.append(Subscription(self.topics.alerts))
         if self._actions is not None:
             out.append(Subscription(self.topics.commands))
@@ -526,18 +530,21 @@ class Uplink:
             link.flush()
 
     def _heard_own_status(self, message: Received, now: Moment) -> None:
-        if message.retained:
-            return  # what was there before our birth; that is on its way
         try:
             value = json.loads(message.payload) if message.payload else {}
         except (ValueError, RecursionError):
             value = {}
-        state = value.get("state") if isinstance(value, dict) else None
-        session = value.get("sess") if isinstance(value, dict) else None
-        if session == self.session and state not in (NodeState.LOST.value, NodeState.OFFLINE.value):
+        if not isinstance(value, dict):
+            value = {}
+        state, session, ts_ms = value.get("state"), value.get("sess"), value.get("ts")
+        alive = state in (NodeState.READY.value, NodeState.DRAINING.value)
+        if alive and session == self.session:
             return
-        if session != self.session and state in (NodeState.READY.value, NodeState.DRAINING.value):
-            self._fight(f"another agent reports as {self.topics.site}/{self.topics.node}")
+        if alive and isinstance(ts_ms, int) and ts_ms > self._began_ms and self._connects > 1:
+            # Not what an earlier run of ours left: it was said while we ran.
+            self._rival(f"another agent reports as {self.topics.site}/{self.topics.node}", now)
+        if message.retained:
+            return  # what was there before our birth; that is on its way
         # At once, but not more often than every few seconds: two agents of one name would race.
         self._due["correct"] = max(now.mono_ms / 1000, self._corrected_s + CORRECT_GAP_S)
 
@@ -666,6 +673,9 @@ class Uplink:
             self._box.maintain(wall_ms=now.wall_ms, mono_ms=now.mono_ms, boot=now.boot_id, synced=now.synced)
             self._box.set_meta("budget", self._budget.dump())
             self._clock.keep()
+            if self._rivals and now_s - self._rivals[-1] > RIVAL_WINDOW_S:
+                self._rivals.clear()
+                self._duplicate = None
 
     def _take_sample(self, snap: NodeSnapshot, now: Moment) -> None:
         if not self._budget.telemetry_allowed(now.wall_ms):

@@ -117,10 +117,18 @@ class RunningUplink:
         self.error: BaseException | None = None
 
     def _run(self) -> None:
+        ticker = threading.Thread(target=self._tick, name="ticker", daemon=True)
+        ticker.start()
         try:
             self.uplink.run(self.stop_event)
         except BaseException as e:
             self.error = e
+
+    def _tick(self) -> None:
+        """The uplink sleeps in real time: where the clock runs faster it is woken to look at it."""
+        while not self.stop_event.wait(0.02):
+            if self.clock.rate != 1.0:
+                self.uplink.wake()
 
     def start(self) -> RunningUplink:
         self._thread.start()
