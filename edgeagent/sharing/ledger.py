@@ -183,16 +183,16 @@ class Ledger:
         refusal = self._refuse_demand(demand) or self._refuse_tokens(key, demand, running)
         if refusal:
             return refusal
-        fits = [
-            self._fit(key, demand, capacity, position, kept or {})
-            for position, capacity in enumerate(self._capacities.values())
-            if only is None or capacity.uuid == only
-        ]
-        open_now = [f.candidate for f in fits if f.fits and not f.kept]
-        if not open_now:
-            return self._refuse_room(key, demand, fits)
-        chosen = choose(self.policy, open_now)
-        return self._placement(key, demand, chosen.uuid)
+        fits = self._fits(key, demand, kept or {}, only)
+        return self._choose(key, demand, fits) or self._refuse_room(key, demand, fits)
+
+    def could_start(
+        self, key: ContainerKey, demand: Demand, kept: Mapping[str, Amounts], running: Collection[str] = ()
+    ) -> Placement | None:
+        """As `place`, without composing the reason where it cannot."""
+        if self._refuse_demand(demand) or self._refuse_tokens(key, demand, running):
+            return None
+        return self._choose(key, demand, self._fits(key, demand, kept))
 
     def bind(self, key: ContainerKey, demand: Demand, uuid: str) -> Booking:
         """Books `key` on the GPU that `place` named, taking over its tokens from other containers of
@@ -483,7 +483,20 @@ class Ledger:
             kept=any(t and f - t < k for t, f, k in zip(taken, free, keep, strict=True)),
         )
 
-    def _placement(self, key: ContainerKey, demand: Demand, uuid: str) -> Placement:
+    def _fits(
+        self, key: ContainerKey, demand: Demand, kept: Mapping[str, Amounts], only: str | None = None
+    ) -> list[Fit]:
+        return [
+            self._fit(key, demand, capacity, position, kept)
+            for position, capacity in enumerate(self._capacities.values())
+            if only is None or capacity.uuid == only
+        ]
+
+    def _choose(self, key: ContainerKey, demand: Demand, fits: Sequence[Fit]) -> Placement | None:
+        candidates = [f.candidate for f in fits if f.fits and not f.kept]
+        if not candidates:
+            return None
+        uuid = choose(self.policy, candidates).uuid
         whole = _wants_whole(demand)
         units = self._capacities[uuid].memory_units if whole else demand.memory.bit_count()
         previous = self.booking(key)
@@ -495,9 +508,10 @@ class Ledger:
         when its IDs are the obstacle, not room."""
         if self._refuse_demand(demand) or self._refuse_tokens(key, demand, ()):
             return ()
-        fits = (self._fit(key, demand, c, i, {}) for i, c in enumerate(self._capacities.values()))
         return tuple(
-            Outlook(f.capacity.uuid, f.candidate.new, f.missing) for f in fits if f.possible and not f.closed
+            Outlook(f.capacity.uuid, f.candidate.new, f.missing)
+            for f in self._fits(key, demand, {})
+            if f.possible and not f.closed
         )
 
     # --- refusing ---

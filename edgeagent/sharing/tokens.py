@@ -8,7 +8,6 @@ i); no string per token is kept.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,9 +22,6 @@ LETTERS = (MEMORY, CORES, NUMBER)
 DIGITS = 6
 ID_BYTES = 1 + DIGITS
 MAX_TOKENS = 1_000_000  # of one letter: more cannot be named
-
-_RUN = re.compile("1+")
-_TAILS = tuple(f"{n:03d}" for n in range(1000))
 
 
 class Amounts(NamedTuple):
@@ -190,15 +186,9 @@ def _is_token(letter: str, text: str) -> bool:
 
 def ids_of(letter: str, mask: int) -> list[str]:
     """The IDs in `mask`, ascending."""
-    ids: list[str] = []
-    for start, stop in ranges(mask):
-        while start < stop:  # a block of 1,000 shares its first digits
-            block, first = divmod(start, 1000)
-            last = min(1000, first + stop - start)
-            head = f"{letter}{block:03d}"
-            ids += [head + tail for tail in _TAILS[first:last]]
-            start += last - first
-    return ids
+    # One format call for all: half the time of one a token.
+    wanted = tuple(numbers(mask))
+    return (f"{letter}%0{DIGITS}d " * len(wanted) % wanted).split()
 
 
 def numbers(mask: int) -> Iterator[int]:
@@ -209,8 +199,14 @@ def numbers(mask: int) -> Iterator[int]:
 
 def ranges(mask: int) -> Iterator[tuple[int, int]]:
     """The runs of consecutive tokens in `mask` as (first, one past the last), ascending."""
-    for run in _RUN.finditer(f"{mask:b}"[::-1]):
-        yield run.span()
+    bits = f"{mask:b}"[::-1]
+    start = bits.find("1")
+    while start >= 0:
+        stop = bits.find("0", start)
+        if stop < 0:
+            stop = len(bits)
+        yield start, stop
+        start = bits.find("1", stop)
 
 
 def describe(letter: str, mask: int, at_most: int = 4) -> str:
