@@ -7,6 +7,7 @@ the driver. An event never waits for a poll: it changes the state and calls the 
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections import deque
@@ -37,6 +38,7 @@ from edgeagent.health.conditions import (
     sign_of_event,
     signs_of,
 )
+from edgeagent.health.remembered import RememberedGpus
 from edgeagent.health.usage import GpuUsage
 from edgeagent.health.xid import Xid, XidCatalogue
 from edgeagent.snapshot import Condition
@@ -170,6 +172,7 @@ class HealthMonitor:
         *,
         poll_seconds: float = 5.0,
         surroundings: Surroundings | None = None,
+        remembered: RememberedGpus | None = None,
         mono: Callable[[], float] = time.monotonic,
         unix: Callable[[], float] = time.time,
     ) -> None:
@@ -192,6 +195,11 @@ class HealthMonitor:
         self._doubted: set[str] = set()
         self._rescan = False
         self._restart_asked = False
+        self._remembered = remembered
+        if remembered is not None:
+            known = {g.uuid: GpuHealth(g, present=False) for g in remembered.load(self._now_ms())}
+            self._state = replace(self._state, gpus=known)
+        self.counters: dict[str, int] = {}  # with labels in the key: see counter_key
         self.configure(config, catalogue, poll_seconds)
 
     # -- for the agent ------------------------------------------------------------------------------
@@ -307,10 +315,21 @@ class HealthMonitor:
             if raised:
                 self._tell()
         _log_event(seen)
+        self._count(event)
         for listener in self._event_listeners:
             listener(seen)
         if xid is None or xid.xid_class.makes_unhealthy or event.kind is not GpuEventKind.XID:
             self._wanted.set()  # the reading says more: recovery action, lost, remapped rows
+
+    def _count(self, event: GpuEvent) -> None:
+        labels = {"gpu_uuid": event.uuid or ""}
+        if event.xid is not None:
+            key = counter_key("xid_events_total", **labels, xid=str(event.xid))
+        else:
+            key = counter_key("gpu_events_total", **labels, kind=event.kind.value)
+        with self._lock:
+            # A new dictionary: readers copy it without a lock.
+            self.counters = {**self.counters, key: self.counters.get(key, 0) + 1}
 
     def _burst(self, event: GpuEvent, now_s: float) -> int | None:
         """How many repeats the previous burst of this event had; None when it is such a repeat itself.
@@ -392,9 +411,11 @@ class HealthMonitor:
         with self._lock:
             old = self._state
             present = {g.uuid: g for g in found.gpus}
+            slots = {g.pci_address for g in found.gpus if g.pci_address}
             gpus = {
                 uuid: replace(known, gpu=present.get(uuid, known.gpu), present=uuid in present)
                 for uuid, known in old.gpus.items()
+                if uuid in present or known.gpu.pci_address not in slots  # else the card was exchanged
             }
             for uuid, gpu in present.items():
                 gpus.setdefault(uuid, GpuHealth(gpu))
@@ -402,6 +423,8 @@ class HealthMonitor:
             changed = _known_facts(found) != _known_facts(old.inventory) or gpus != dict(old.gpus)
             conditions = self._node_conditions(found, bool(gpus), old.conditions)
             self._commit(gpus, conditions, found, changed)
+        if self._remembered is not None:
+            self._remembered.save((g.gpu for g in gpus.values()), self._now_ms())
         if changed:
             log.info(
                 "GPUs found count=%s uuids=%s problem=%s",
@@ -431,7 +454,9 @@ class HealthMonitor:
 
     def _take_reading(self, uuid: str, reading: GpuReading, scheduled: bool) -> None:
         usage = None
-        known = self._state.gpus[uuid]
+        known = self._state.gpus.get(uuid)
+        if known is None:
+            return  # exchanged meanwhile
         books = self._around.books(uuid)
         if reading.fault is None and self._around.usage is not None:
             usage = self._around.usage(known.gpu, reading)
@@ -534,6 +559,16 @@ _NODE_KINDS = {
     GpuFault.LIBRARY_MISSING: ConditionType.DRIVER_NOT_LOADED,
     GpuFault.UNRESPONSIVE: ConditionType.DRIVER_UNRESPONSIVE,
 }
+
+
+def counter_key(name: str, **labels: str) -> str:
+    """The key of a counter with labels in NodeSnapshot.counters:
+    counter_key("xid_events_total", xid="79") -> 'xid_events_total{xid="79"}'."""
+    inner = ",".join(f'{k}="{_LABEL_UNSAFE.sub("_", v)}"' for k, v in labels.items())
+    return f"{name}{{{inner}}}" if inner else name
+
+
+_LABEL_UNSAFE = re.compile(r'["\\\n]')
 
 
 def _failed(reading: GpuReading | None) -> bool:

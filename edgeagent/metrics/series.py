@@ -53,17 +53,6 @@ class Families:
         return iter(self._families.values())
 
 
-def counter_key(name: str, **labels: str) -> str:
-    """The key under which a counter with labels is kept in NodeSnapshot.counters:
-    counter_key("xid_events_total", xid="79") -> 'xid_events_total{xid="79"}'."""
-    inner = ",".join(f'{k}="{_clean(v)}"' for k, v in labels.items())
-    return f"{name}{{{inner}}}" if inner else name
-
-
-def _clean(value: str) -> str:
-    return value.replace('"', "'").replace("\n", " ")
-
-
 # -- own series --------------------------------------------------------------------------------------
 
 

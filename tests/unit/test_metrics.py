@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from edgeagent.metrics.series import counter_key
+from edgeagent.health.monitor import counter_key
 from edgeagent.metrics.server import render
 from edgeagent.snapshot import Health, NodeSnapshot, UplinkState
 from tests.fakes.fleet import snapshots

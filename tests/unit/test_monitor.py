@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +20,7 @@ from edgeagent.health.monitor import (
     SeenEvent,
     Surroundings,
 )
+from edgeagent.health.remembered import RememberedGpus
 from edgeagent.health.usage import GpuUsage
 from edgeagent.health.xid import XidClass, load_catalogue
 from edgeagent.snapshot import HostUse
@@ -319,6 +321,87 @@ def test_kernel_log_devices_are_found_from_memory() -> None:
     bench.monitor.rescan()
     bench.poll()
     assert bench.monitor.gpu_at("17000000.gpu") == UUIDS[0]
+
+
+# -- GPUs of the last run ------------------------------------------------------------------------------
+
+
+def remembering(tmp_path: Path, backend: ScriptedBackend, now_s: float = 1_700_000_000.0) -> HealthMonitor:
+    return HealthMonitor(
+        backend, DEFAULTS, CATALOGUE, remembered=RememberedGpus(tmp_path / "gpus.json"), unix=lambda: now_s
+    )
+
+
+def test_a_gpu_that_does_not_come_up_after_a_reboot_is_missed(tmp_path: Path) -> None:
+    backend = ScriptedBackend([make_gpu(0), make_gpu(1)])
+    remembering(tmp_path, backend).poll_once()
+    backend.missing.add(UUIDS[1])
+    monitor = remembering(tmp_path, backend)
+    assert monitor.gpu_at("0000:66:00.0") == UUIDS[1], "kernel log lines find it before anything else ran"
+    state = monitor.poll_once()
+    assert list(state.gpus) == list(UUIDS)
+    assert (state.sick, state.gpus[UUIDS[1]].present) == ({UUIDS[1]}, False)
+    assert state.gpus[UUIDS[1]].gpu.memory_total_mib == 8192
+    backend.missing.clear()
+    assert monitor.poll_once().gpus[UUIDS[1]].present
+
+
+def test_a_driver_that_is_broken_at_the_start_does_not_lose_the_gpus(tmp_path: Path) -> None:
+    backend = ScriptedBackend([make_gpu(0)])
+    remembering(tmp_path, backend).poll_once()
+    backend.inventory_fault = (GpuFault.DRIVER_MISMATCH, "library and module differ")
+    state = remembering(tmp_path, backend).poll_once()
+    assert [c.type for c in state.all_conditions()] == ["DriverMismatch"]
+    assert state.sick == {UUIDS[0]}
+
+
+def test_a_card_that_was_exchanged_is_forgotten(tmp_path: Path) -> None:
+    backend = ScriptedBackend([make_gpu(0)])
+    remembering(tmp_path, backend).poll_once()
+    other = ScriptedBackend([make_gpu(1, pci_address="0000:65:00.0")])
+    state = remembering(tmp_path, other).poll_once()
+    assert (list(state.gpus), state.sick) == ([UUIDS[1]], set())
+
+
+@pytest.mark.parametrize(
+    ("spoil", "known"),
+    [
+        (lambda path: None, 1),
+        (lambda path: path.unlink(), 0),
+        (lambda path: path.write_text("{"), 0),
+        (lambda path: path.write_text('{"seenMs": 1700000000000, "gpus": [{"uuid": 3}]}'), 0),
+        (lambda path: path.write_text('{"seenMs": 1, "gpus": []}'), 0),
+    ],
+    ids=["kept", "deleted", "damaged", "no GPU", "old"],
+)
+def test_the_file_is_no_obstacle(tmp_path: Path, spoil: Callable[[Path], object], known: int) -> None:
+    backend = ScriptedBackend([make_gpu(0)])
+    remembering(tmp_path, backend).poll_once()
+    spoil(tmp_path / "gpus.json")
+    assert len(remembering(tmp_path, backend).state.gpus) == known
+
+
+def test_after_a_week_a_missing_gpu_is_forgotten(tmp_path: Path) -> None:
+    backend = ScriptedBackend([make_gpu(0)])
+    remembering(tmp_path, backend).poll_once()
+    assert remembering(tmp_path, backend, 1_700_000_000.0 + 8 * 86400).state.gpus == {}
+
+
+def test_simulated_gpus_are_not_remembered(tmp_path: Path) -> None:
+    backend = ScriptedBackend([make_gpu(0, source="simulated")])
+    remembering(tmp_path, backend).poll_once()
+    assert remembering(tmp_path, backend).state.gpus == {}
+
+
+def test_events_are_counted_by_gpu_and_number() -> None:
+    bench = Bench()
+    bench.xid(79)
+    bench.xid(13)
+    bench.xid(13)
+    assert bench.monitor.counters == {
+        f'xid_events_total{{gpu_uuid="{UUIDS[0]}",xid="79"}}': 1,
+        f'xid_events_total{{gpu_uuid="{UUIDS[0]}",xid="13"}}': 1,
+    }
 
 
 # -- services ------------------------------------------------------------------------------------------
