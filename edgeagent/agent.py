@@ -31,6 +31,8 @@ from edgeagent.gpus.model import Gpu
 from edgeagent.health.conditions import Books, ConditionType
 from edgeagent.health.labels import node_labels
 from edgeagent.health.monitor import HealthChange, HealthMonitor, HealthState, SeenEvent, Surroundings
+from edgeagent.health.remembered import FILE_NAME as REMEMBERED_GPUS
+from edgeagent.health.remembered import RememberedGpus
 from edgeagent.health.share_watch import ShareWatch
 from edgeagent.health.xid import load_catalogue
 from edgeagent.hostroot import HostRoot
@@ -270,6 +272,7 @@ class Agent:
                 gpu_places=lambda: tuple(host.listdir("/proc/driver/nvidia/gpus")),
                 restart_needed=lambda reason: self.restart(reason, new_container=True),
             ),
+            remembered=RememberedGpus(self._state_dir / REMEMBERED_GPUS),
         )
         self.health.on_change(self._health_changed)
         self.health.on_event(self._gpu_event)
@@ -559,7 +562,13 @@ class Agent:
             self._isolation.problems(),
             self._host_facts(),
             self._uplink.state() if self._uplink is not None else UplinkState(enabled=False),
-            {**kubelet.counters(), **self._watchdog.counters, **self._event_counts},
+            {
+                **kubelet.counters(),
+                **self._watchdog.counters,
+                **self.health.counters,
+                **(self._cluster.counters if self._cluster is not None else {}),
+                **self._event_counts,
+            },
             draining=bool(kubelet.offers()) and all(o.cordoned for o in kubelet.offers()),
         )
 

@@ -41,6 +41,10 @@ class ClusterLink:
         self._effects = Effects(self._api, node_name, config.kubernetes, config.health, pods_on)
         self.k3s_version: str | None = None
 
+    @property
+    def counters(self) -> dict[str, int]:
+        return self._effects.counters
+
     def configure(self, config: Config) -> None:
         self._effects.configure(config.kubernetes, config.health)
 
