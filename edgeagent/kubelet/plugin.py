@@ -49,8 +49,8 @@ log = logging.getLogger(__name__)
 SOCKET_PREFIX = "edgeagent-"
 STREAM_GRACE_S = 2.0  # after Register the kubelet opens its stream within milliseconds
 MAX_LOST_PAUSE_S = 60.0
-FIRST_RETRY_S, MAX_RETRY_S, SLOW_RETRY_S = 0.02, 0.25, 5.0
-FAST_TRIES = 40  # about 10 s of them, then slowly
+FIRST_RETRY_S, MAX_RETRY_S, SLOW_RETRY_S = 0.01, 0.1, 5.0
+FAST_TRIES = 100  # about 10 s of them, then slowly
 
 _KINDS = {MEMORY: "memory", CORES: "cores", NUMBER: "number"}
 
@@ -470,8 +470,10 @@ class KubeletSide:
         if self._plan is None or not self._dir.is_dir():
             self._note_kubelet(None)
             return None
-        self._match_servers()
+        # In this order: the kubelet deletes our sockets before it makes its own, so those that are there
+        # after its own was seen stay. Registering one that is gone would hang until its dial times out.
         sock = self._kubelet_identity()
+        self._match_servers()
         self._note_kubelet(sock)
         if sock is None:
             return None

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+import grpc
 
 from edgeagent.config.schema import Config, KubeletConfig, SharingConfig
 from edgeagent.gpus.model import Gpu, GpuKind
@@ -16,6 +18,7 @@ from edgeagent.isolation.backend import ShareToEnforce
 from edgeagent.kubelet.containers import HostContainers
 from edgeagent.kubelet.gate import AllocEvent
 from edgeagent.kubelet.plugin import KubeletSide, SideHooks
+from edgeagent.kubelet.protos import deviceplugin as dp
 from edgeagent.node.cdi import ContainerEdits
 from edgeagent.node.cgroups import PodCgroups
 from edgeagent.node.podlogs import PodLogs
@@ -78,14 +81,14 @@ class Side:
     def __init__(
         self,
         kubelet: StandInKubelet,
-        gpus: list[Gpu],
+        cards: list[Gpu],
         *,
         binding: str = "late",
         use_inotify: bool = True,
         **sharing: object,
     ) -> None:
         self.kubelet = kubelet
-        self.gpus = gpus
+        self.gpus = cards
         self.sick: dict[str, str] = {}
         self.cordoned: set[str] = set()
         self.absent: set[str] = set()
@@ -148,7 +151,9 @@ class Side:
     def registered(self) -> bool:
         """The kubelet has heard all of it."""
         offered = [r for r in self.side.resources() if r.problem is None]
-        return self.side.connected and all(self.kubelet.capacity.get(r.name) == r.total for r in offered)
+        return self.side.connected and all(
+            r.registered and self.kubelet.capacity.get(r.name) == r.total for r in offered
+        )
 
     def kinds(self, kind: str) -> list[AllocEvent]:
         return [event for event in self.events if event.kind == kind]
@@ -156,12 +161,12 @@ class Side:
 
 @contextmanager
 def running_side(
-    gpus: list[Gpu] | None = None, *, kubelet: Mapping[str, object] | None = None, **options: object
+    cards: list[Gpu] | None = None, *, kubelet: Mapping[str, object] | None = None, **options: object
 ) -> Iterator[tuple[StandInKubelet, Side]]:
     """A kubelet and a registered kubelet side. `kubelet`: options of the stand-in; the rest are the
     side's."""
     with StandInKubelet(**(kubelet or {})) as k:  # type: ignore[arg-type]
-        side = Side(k, gpus or [pretend_gpu(0), pretend_gpu(1)], **options)  # type: ignore[arg-type]
+        side = Side(k, cards or [pretend_gpu(0), pretend_gpu(1)], **options)  # type: ignore[arg-type]
         try:
             k.wait_for(side.registered)
             yield k, side
@@ -177,3 +182,58 @@ def eventually(predicate: Callable[[], object], timeout_s: float = 10.0) -> None
         if time.monotonic() > until:
             raise AssertionError("did not happen in time")
         pause.wait(0.01)
+
+
+class RawCaller:
+    """Calls one resource's socket as a kubelet would, or as none would. `code` and `text` of the last
+    refusal."""
+
+    def __init__(self, side: Side, resource: str) -> None:
+        directory = side.kubelet.directory
+        self._channel = grpc.insecure_channel(
+            f"unix:{directory}/edgeagent-{resource.replace('/', '_')}.sock",
+            options=(("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)),
+        )
+        self.code = ""
+        self.text = ""
+
+    def __enter__(self) -> RawCaller:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._channel.close()
+
+    def raw(self, method: str, request: bytes) -> bytes | None:
+        """The answer, or None where it was refused."""
+        try:
+            answer: bytes = self._channel.unary_unary(method)(request, timeout=30)
+        except grpc.RpcError as e:
+            self.code, self.text = e.code().name, e.details()
+            return None
+        self.code, self.text = "OK", ""
+        return answer
+
+    def allocate(self, ids: Sequence[str]) -> dp.AllocateResponse | None:
+        request = dp.AllocateRequest(container_requests=[dp.ContainerAllocateRequest(devices_ids=ids)])
+        answer = self.raw(dp.ALLOCATE, request.SerializeToString())
+        return None if answer is None else dp.AllocateResponse.FromString(answer)
+
+    def prefer(self, available: Sequence[str], must: Sequence[str], size: int) -> list[str]:
+        request = dp.PreferredAllocationRequest()
+        request.container_requests.add(
+            available_deviceIDs=available, must_include_deviceIDs=must, allocation_size=size
+        )
+        answer = self.raw(dp.GET_PREFERRED_ALLOCATION, request.SerializeToString())
+        assert answer is not None, (self.code, self.text)
+        (one,) = dp.PreferredAllocationResponse.FromString(answer).container_responses
+        return list(one.deviceIDs)
+
+    def pre_start(self, ids: Sequence[str]) -> bool:
+        request = dp.PreStartContainerRequest(devices_ids=ids)
+        return self.raw(dp.PRE_START_CONTAINER, request.SerializeToString()) is not None
+
+    def stream(self) -> grpc.Call:
+        """A ListAndWatch call of its own."""
+        return self._channel.unary_stream(
+            dp.LIST_AND_WATCH, response_deserializer=dp.ListAndWatchResponse.FromString
+        )(b"")
