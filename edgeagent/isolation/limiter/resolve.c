@@ -30,12 +30,13 @@
 #ifndef TAIL_CALL
 #define TAIL_CALL return
 #endif
+/* No sanitizer in it either: their runtimes call dlsym before they can be called. */
 #if defined(__clang__)
-#define ONLY_TAIL_CALLS __attribute__((no_sanitize("address", "thread", "undefined")))
+#define UNWATCHED __attribute__((no_sanitize("address", "thread", "undefined")))
+#define ONLY_TAIL_CALLS UNWATCHED
 #else
-#define ONLY_TAIL_CALLS \
-    __attribute__((optimize("O2", "omit-frame-pointer"), no_sanitize_address, no_sanitize_thread, \
-                   no_sanitize_undefined, no_stack_protector))
+#define UNWATCHED __attribute__((no_sanitize_address, no_sanitize_thread, no_sanitize_undefined))
+#define ONLY_TAIL_CALLS UNWATCHED __attribute__((optimize("O2", "omit-frame-pointer"), no_stack_protector))
 #endif
 
 typedef void *dlsym_function(void *handle, const char *name);
@@ -60,7 +61,7 @@ static struct lock driver_lock;
 static _Atomic(void *) driver; /* libcuda.so.1, once a program has loaded it */
 static _Atomic(void *) addresses[ENTRY_COUNT];
 
-static dlsym_function *find_real_dlsym(void) {
+static UNWATCHED dlsym_function *find_real_dlsym(void) {
     dlsym_function *found = (dlsym_function *)(uintptr_t)dlvsym(RTLD_NEXT, "dlsym", OLDEST_GLIBC);
     atomic_store_explicit(&real_dlsym, found, memory_order_relaxed);
     return found;

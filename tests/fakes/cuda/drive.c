@@ -9,6 +9,7 @@
 #include <dlfcn.h>
 #include <pthread.h>
 #include <signal.h>
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -69,16 +70,19 @@ __attribute__((unused)) static void *find(const char *symbol) {
 #ifdef LINKED
 #define FN(symbol) (&symbol)
 #else
-#define FN(symbol)                                                   \
-    (__extension__({                                                 \
-        static __typeof__(&symbol) found;                            \
-        if (found == NULL)                                           \
-            found = (__typeof__(&symbol))(uintptr_t)find(#symbol);   \
-        if (found == NULL) {                                         \
-            printf("%s missing\n", #symbol);                         \
-            exit(3);                                                 \
-        }                                                            \
-        found;                                                       \
+#define FN(symbol)                                                            \
+    (__extension__({                                                          \
+        static _Atomic(uintptr_t) found;                                      \
+        uintptr_t function = atomic_load_explicit(&found, memory_order_relaxed); \
+        if (function == 0) {                                                  \
+            function = (uintptr_t)find(#symbol);                              \
+            atomic_store_explicit(&found, function, memory_order_relaxed);    \
+        }                                                                     \
+        if (function == 0) {                                                  \
+            printf("%s missing\n", #symbol);                                  \
+            exit(3);                                                          \
+        }                                                                     \
+        (__typeof__(&symbol))function;                                        \
     }))
 #endif
 
@@ -168,6 +172,35 @@ static void threads(const char *name, void *(*body)(void *), int count, int roun
         failed += work[i].failed;
     }
     printf("%s 0 %d\n", name, failed);
+}
+
+static void family(int count, size_t bytes) {
+    int results[2], hold[2], good = 0;
+    if (pipe(results) != 0 || pipe(hold) != 0)
+        exit(7);
+    for (int i = 0; i < count; i++) {
+        if (fork() != 0)
+            continue;
+        CUdeviceptr pointer;
+        close(hold[1]);
+        CUresult r = FN(cuInit)(0);
+        r = r != 0 ? r : FN(cuCtxCreate_v2)(&context, 0, 0);
+        r = r != 0 ? r : FN(cuMemAlloc_v2)(&pointer, bytes);
+        char answer = (char)r;
+        if (write(results[1], &answer, 1) != 1 || read(hold[0], &answer, 1) != 0)
+            _exit(8);
+        _exit(0);
+    }
+    for (int i = 0; i < count; i++) {
+        char answer = 1;
+        if (read(results[0], &answer, 1) != 1)
+            break;
+        good += answer == 0;
+    }
+    printf("family 0 %d\n", good);
+    close(hold[1]);
+    while (wait(NULL) > 0)
+        ;
 }
 
 /* Nanoseconds for an allocation and its freeing, and for a launch of nothing. */
@@ -415,6 +448,13 @@ int main(int count, char **commands) {
             continue;
         } else if (IS("spingraph")) { /* microseconds, milliseconds, exec */
             spin((long long)a, (long long)b, P(CUgraphExec, d));
+            continue;
+        } else if (IS("keepstream")) {
+            keep(0, (uint64_t)(uintptr_t)stream);
+        } else if (IS("usestream")) {
+            stream = P(CUstream, a);
+        } else if (IS("family")) { /* processes that each take so much, all alive at once */
+            family((int)a, b * MIB);
             continue;
         } else if (IS("nullstream")) {
             stream = NULL;

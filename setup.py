@@ -1,0 +1,32 @@
+"""Everything is in pyproject.toml; here only: the limiter's C library is built into the wheel.
+
+Where no compiler is found the wheel is made without it and the limiter reports `not_built`. An
+editable install is left alone: `python -m edgeagent.isolation.limiter.build` builds in place.
+"""
+
+import importlib.util
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.build_py import build_py
+
+PACKAGE = "edgeagent/isolation/limiter"
+
+
+class BuildWithLimiter(build_py):
+    def run(self):
+        super().run()
+        if getattr(self, "editable_mode", False):
+            return
+        script = Path(__file__).parent / PACKAGE / "build.py"
+        spec = importlib.util.spec_from_file_location("edgeagent_limiter_build", script)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        built, missing = module.build_all(Path(self.build_lib) / PACKAGE)
+        for path in built.values():
+            self.announce(f"built {path}", level=2)
+        for sentence in missing:
+            self.announce(f"limiter not built for {sentence}", level=3)
+
+
+setup(cmdclass={"build_py": BuildWithLimiter})
