@@ -6,6 +6,7 @@ pynvml keeps one library for the whole process, so there is one `Library` in use
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import pynvml
 from edgeagent.errors import GpuError
 from edgeagent.gpus.model import GpuFault
 from edgeagent.hostroot import HostRoot
+
+log = logging.getLogger(__name__)
 
 SONAME = "libnvidia-ml.so.1"
 
@@ -55,6 +58,20 @@ UNSUPPORTED = frozenset(
     {NOT_SUPPORTED, FUNCTION_NOT_FOUND, NOT_FOUND, NO_DATA, ARGUMENT_VERSION_MISMATCH, DEPRECATED}
 )
 
+GPU_FAULTS = {
+    GPU_IS_LOST: GpuFault.LOST,
+    GPU_NOT_FOUND: GpuFault.LOST,
+    RESET_REQUIRED: GpuFault.RESET_REQUIRED,
+}
+LIBRARY_FAULTS = {
+    UNINITIALIZED: GpuFault.FAILED,
+    DRIVER_NOT_LOADED: GpuFault.DRIVER_NOT_LOADED,
+    LIBRARY_NOT_FOUND: GpuFault.LIBRARY_MISSING,
+    LIB_RM_VERSION_MISMATCH: GpuFault.DRIVER_MISMATCH,
+}
+
+_NOT_AVAILABLE = frozenset({0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF})  # NVML_VALUE_NOT_AVAILABLE
+
 
 class NvmlError(Exception):
     """A call answered something else than success. Stays inside the NVML back end."""
@@ -63,6 +80,24 @@ class NvmlError(Exception):
         self.function = function
         self.code = code
         super().__init__(f"{function}: {text} (NVML {code})")
+
+
+class GoneError(Exception):
+    """A call said that the GPU as a whole (or, with `library`, the library) is not there any more."""
+
+    def __init__(self, error: NvmlError, fault: GpuFault, library: bool) -> None:
+        self.error = error
+        self.fault = fault
+        self.library = library
+        super().__init__(str(error))
+
+
+def raise_if_gone(e: NvmlError) -> None:
+    """Raises GoneError for the answers that say more than "not this reading"."""
+    if e.code in LIBRARY_FAULTS:
+        raise GoneError(e, LIBRARY_FAULTS[e.code], library=True) from e
+    if e.code in GPU_FAULTS:
+        raise GoneError(e, GPU_FAULTS[e.code], library=False) from e
 
 
 class Library:
@@ -159,6 +194,29 @@ class Library:
             raise NvmlError(function, e.value, str(e)) from e
         except UnicodeDecodeError as e:
             raise NvmlError(function, UNKNOWN, "the driver answered with bytes that are no text") from e
+
+    def must(self, function: str, *args: Any) -> Any:
+        """A call that has to succeed. Raises GoneError."""
+        try:
+            return self.call(function, *args)
+        except NvmlError as e:
+            raise_if_gone(e)
+            raise GoneError(e, GpuFault.FAILED, library=False) from e
+
+    def optional(self, function: str, *args: Any) -> Any:
+        """A call whose answer may be missing (None). Raises GoneError where GPU or library is gone."""
+        try:
+            return self.call(function, *args)
+        except NvmlError as e:
+            raise_if_gone(e)
+            if e.code not in UNSUPPORTED:
+                log.debug("no reading: %s", e)
+            return None
+
+    def number(self, function: str, *args: Any) -> float | None:
+        """As optional; None for "value not available" too."""
+        value = self.optional(function, *args)
+        return None if value is None or value in _NOT_AVAILABLE else value
 
     @staticmethod
     def structure(name: str, **fields: Any) -> Any:
