@@ -82,13 +82,14 @@ def _signed(directory: Path, name: str, days: int, usage: str, alternatives: Seq
         + (f"subjectAltName={sans}\n" if sans else "")
     )
     request = directory / f".{name}.csr"
+    serial = f"0x{os.urandom(16).hex()}"
     try:
         with _config(config) as path:
             _openssl("req", "-new", "-key", str(pair.key_file), "-out", str(request), "-config", path)
             _openssl(
                 "x509", "-req", "-sha256", "-days", str(days), "-in", str(request),
-                "-CA", str(ca.cert_file), "-CAkey", str(ca.key_file),
-                "-set_serial", f"0x{os.urandom(16).hex()}", "-extfile", path, "-extensions", "ext", "-out", str(pair.cert_file),
+                "-CA", str(ca.cert_file), "-CAkey", str(ca.key_file), "-set_serial", serial,
+                "-extfile", path, "-extensions", "ext", "-out", str(pair.cert_file),
             )  # fmt: skip
     finally:
         request.unlink(missing_ok=True)

@@ -16,8 +16,7 @@ TLS_RECORD_BYTES = 22
 PUBACK_BYTES = 4
 TLS_CONNECT_BYTES = 5500  # handshake with both certificates, in ECDSA
 PLAIN_CONNECT_BYTES = 900
-STATUS_BODY_BYTES = 900
-STATUS_EVERY_S = 300
+STATUS_BODY_BYTES = 800
 ALLOC_CHANGES_PER_DAY = 24
 EVENTS_PER_DAY = 20
 RECONNECTS_PER_DAY = 4
@@ -88,12 +87,12 @@ def monthly(config: FleetConfig, *, gpus: int = 1, pods: int = 4) -> Estimate:
     telemetry = messages * message_bytes(int(payload), tls=tls)
     # On metered MQTT 5 links our own status does not come back to us.
     echoes = 1 if config.link == "metered" and config.protocol == "5" else 2
-    state = seconds / STATUS_EVERY_S * echoes * message_bytes(STATUS_BODY_BYTES, tls=tls)
+    state = seconds / status_seconds(config) * echoes * message_bytes(STATUS_BODY_BYTES, tls=tls)
     alloc_bytes = 400 + gpus * 250 + pods * 330
     state += DAYS * ALLOC_CHANGES_PER_DAY * message_bytes(alloc_bytes, tls=tls)
     events = DAYS * EVENTS_PER_DAY * message_bytes(600, tls=tls)
     # A ping goes only where nothing else went for a keepalive.
-    silence = max(0.0, min(batch_s, STATUS_EVERY_S) - keepalive_seconds(config))
+    silence = max(0.0, min(batch_s, status_seconds(config)) - keepalive_seconds(config))
     ping = 2 * 2 + 4 * IP_TCP_BYTES + (2 * TLS_RECORD_BYTES if tls else 0)
     keepalive = seconds / keepalive_seconds(config) * ping if silence else 0
     birth = 3 * message_bytes(2500, tls=tls)
@@ -111,6 +110,11 @@ def batch_seconds(config: FleetConfig) -> float | None:
 def deflates(config: FleetConfig) -> bool:
     """Whether telemetry goes out by column and deflated, on tele/z."""
     return config.link == "metered" if config.deflate is None else config.deflate
+
+
+def status_seconds(config: FleetConfig) -> int:
+    """The longest silence of `status`. On a metered link telemetry shows life more often anyway."""
+    return 900 if config.link == "metered" else 300
 
 
 def keepalive_seconds(config: FleetConfig) -> int:

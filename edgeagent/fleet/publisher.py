@@ -48,7 +48,6 @@ from edgeagent.snapshot import NodeSnapshot, NodeState, UplinkState
 
 log = logging.getLogger(__name__)
 
-STATUS_EVERY_S = estimate.STATUS_EVERY_S
 STATUS_GAP_S = 0.5
 DEBOUNCE_S = 2.0
 CORRECT_GAP_S = 10.0
@@ -140,7 +139,7 @@ class Uplink:
             signed_commands=actions is not None and config.commands.hmac_key_file is not None,
             keepalive_s=self._settings.keepalive_s,
             will_delay_s=self._settings.will_delay_s if self._settings.is_v5 else 0,
-            status_every_s=STATUS_EVERY_S,
+            status_every_s=estimate.status_seconds(config),
             telemetry_s=self._telemetry_s,
             link=config.link,
         )
@@ -704,7 +703,7 @@ class Uplink:
         if status or key != self._status_key:
             self._status_key = key
             self._retained.want(self.topics.status, body, again=True)
-            self._due["status"] = now.mono_ms / 1000 + STATUS_EVERY_S
+            self._due["status"] = now.mono_ms / 1000 + estimate.status_seconds(self._config)
         wanted = {
             self.topics.alert(ident): messages.alert(condition, snap)
             for ident, condition in messages.conditions(snap).items()

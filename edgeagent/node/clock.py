@@ -22,6 +22,7 @@ from edgeagent.hostroot import HostRoot
 log = logging.getLogger(__name__)
 
 PERSIST_EVERY_MS = 600_000
+UNKNOWN_BOOT = "unknown"
 
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 # systemd-timesyncd touches it; it helps where adjtimex is not to be had (seccomp).
@@ -65,7 +66,9 @@ class SystemClock:
         self._floor_file = floor_file
         self._wall_ns = wall_ns
         self._kernel_synced = synced if synced is not None else _Adjtimex().synced
-        self.boot_id = (self._root.read_text(_BOOT_ID) or "").strip() or "unknown"
+        # 48 bits tell the boots of one node apart, and every message carries them.
+        boot_id = (self._root.read_text(_BOOT_ID) or "").strip().replace("-", "")
+        self.boot_id = boot_id[:12] or UNKNOWN_BOOT
         self._floor_ms = self._read_floor()
         self._floor_mono_ms = _boottime_ms()
         self._kept_mono_ms = self._floor_mono_ms - PERSIST_EVERY_MS
@@ -110,7 +113,7 @@ class SystemClock:
 def back_fill(then: Moment, now: Moment) -> int | None:
     """The wall time (unix ms) of `then`, recorded while the clock was not synchronised, as known
     `now`; None where that cannot be told: another boot, or still not synchronised."""
-    if not now.synced or then.boot_id != now.boot_id or now.boot_id == "unknown":
+    if not now.synced or then.boot_id != now.boot_id or now.boot_id == UNKNOWN_BOOT:
         return None
     if then.mono_ms > now.mono_ms:
         return None

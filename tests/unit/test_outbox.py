@@ -295,11 +295,11 @@ def test_meta_is_kept(directory: Path) -> None:
 
 
 def test_the_file_returns_room(directory: Path) -> None:
-    box = make(directory, max_bytes=4 << 20)
-    for n in range(3000):
+    box = make(directory, max_bytes=2 << 20)
+    for n in range(800):
         put(box, n=n, size=1000)
     drain(box)
     for n in itertools.repeat(1, 4):
         box.maintain(wall_ms=n, mono_ms=n, boot=BOOT, synced=True)
     box.close()
-    assert (directory / FILE_NAME).stat().st_size < 200_000
+    assert (directory / FILE_NAME).stat().st_size < 150_000
