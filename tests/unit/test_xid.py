@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from edgeagent.errors import ConfigError
+from edgeagent.health.conditions import FATAL, RULES, ConditionType
 from edgeagent.health.xid import XidClass, load_catalogue
 
+DOC = Path(__file__).parents[2] / "docs/health.md"
 APP = (13, 31, 43, 45, 68, 69, 94, 109)
 DEGRADED = (63, 92, 154, 160)
 FATAL = (46, 48, 61, 62, 64, 74, 79, 95, 110, 119, 120, 121, 136, 140, 143, 158, 161, 167, 171, 172)
@@ -50,3 +53,21 @@ def test_a_damaged_catalogue_is_refused(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(ConfigError):
         load_catalogue(path=path)
+
+
+def test_the_page_for_operators_agrees_with_the_code() -> None:
+    text = DOC.read_text(encoding="utf-8")
+    rows = {
+        r[0]: r for r in re.findall(r"^\| (\w+) \| (.*?) \| (.*?) \| (.*?) \| (.*?) \|$", text, re.MULTILINE)
+    }
+    for kind in ConditionType:
+        _, _, takes_shares, evicts, _ = rows[kind.value]
+        assert takes_shares.startswith("yes") == RULES[kind].makes_unhealthy, kind
+        assert (evicts == "yes") == (kind in FATAL), kind
+    classes = dict(re.findall(r"^\| (app|degraded|fatal) \| .*? \| (.*?) \|$", text, re.MULTILINE))
+    catalogue = load_catalogue()
+    for name, listed in classes.items():
+        numbers: set[int] = set()
+        for low, high in re.findall(r"(\d+)(?: to (\d+))?", listed):
+            numbers |= set(range(int(low), int(high or low) + 1))
+        assert numbers == {x.number for x in catalogue if x.xid_class.value == name}, name
