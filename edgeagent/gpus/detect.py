@@ -18,7 +18,6 @@ from edgeagent.config.schema import GpusConfig
 from edgeagent.errors import GpuError
 from edgeagent.gpus import jetson, nvidia_host
 from edgeagent.gpus.guard import GuardedBackend, GuardedLimiter
-from edgeagent.gpus.jtop import SecondSource
 from edgeagent.gpus.model import (
     CgroupMemoryLimiter,
     Gpu,
@@ -32,6 +31,7 @@ from edgeagent.gpus.model import (
 from edgeagent.hostroot import HostRoot
 
 if TYPE_CHECKING:  # imported only where they are used: each costs memory
+    from edgeagent.gpus.jtop import SecondSource
     from edgeagent.gpus.nvml import NvmlBackend
     from edgeagent.gpus.simulated import SimulatedBackend
     from edgeagent.gpus.simulated_files import SimulatedProcess
