@@ -445,7 +445,7 @@ class Agent:
             self._uplink.event(
                 "alloc",
                 event.kind,
-                event.message or event.kind,
+                event.message or self._said(event),
                 severity="info" if quiet else "warning",
                 gpu_uuid=event.gpu_uuid,
                 namespace=name[0] if name else None,
@@ -453,6 +453,13 @@ class Agent:
                 container=event.container or None,
                 facts={"code": event.code} if event.code else None,
             )
+
+    def _said(self, event: AllocEvent) -> str:
+        gpu = self.health.state.gpus.get(event.gpu_uuid or "")
+        where = f" on GPU {gpu.gpu.index} ({gpu.gpu.model})" if gpu is not None else ""
+        if event.kind == "bound":
+            return f"container {event.container} starts{where}"
+        return "its share is free again" if event.kind == "released" else event.kind
 
     def _over_limit(self, over: OverLimit) -> None:
         use = over.use

@@ -152,7 +152,7 @@ def _reasons(
     elif not health.polls:
         found.append("looking for GPUs")
     for gpu in health.gpus.values():
-        found += [f"GPU {gpu.gpu.index} ({gpu.gpu.model}): {c.message}" for c in gpu.conditions]
+        found += [c.message for c in gpu.conditions]
     if not kubelet.connected and health.gpus:
         found.append("the kubelet does not listen to this agent yet: is K3s running?")
     found += kubelet.problems

@@ -4,6 +4,11 @@ They behave as measured on Kubernetes 1.36.2 with containerd 2.2.7, faults inclu
 imports pytest: the demo uses it too.
 """
 
+import os
+
+# grpc's core writes its own lines about every closed stream otherwise.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
 from tests.fakes.kubelet.apiserver import StandInApiServer
 from tests.fakes.kubelet.cluster import Cluster
 from tests.fakes.kubelet.kubelet import StandInKubelet
