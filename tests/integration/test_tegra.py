@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import os
 import threading
 import time
@@ -12,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from edgeagent.gpus.model import Gpu, GpuFault, GpuKind, GpuProcess, GpuReading, ProcessType
 from edgeagent.gpus.tegra import TegraBackend
@@ -419,3 +423,45 @@ def test_no_subprocess_and_no_thread_that_grows(make: Make) -> None:
     assert os.times().children_system + os.times().children_user == children
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
+
+
+# -- whatever the files hold ----------------------------------------------------------------------
+
+
+def numbers(reading: GpuReading) -> Iterator[float]:
+    for value in (getattr(reading, name) for name in reading.__dataclass_fields__):
+        if isinstance(value, (int, float)):
+            yield float(value)
+        elif isinstance(value, dict):
+            yield from value.values()
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_contents_of_any_file_cost_values_only(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    board = BOARDS[data.draw(st.sampled_from(sorted(BOARDS)))]
+    tree = JetsonTree(tmp_path_factory.mktemp("fuzz"), board)
+    files = sorted(
+        p for p in tree.root.rglob("*") if p.is_file() and not p.is_symlink() and p.name != "meminfo"
+    )
+    junk = st.one_of(st.binary(max_size=40), st.integers().map(lambda n: b"%d" % n), st.just(b"-256000\n"))
+    for path in data.draw(st.lists(st.sampled_from(files), max_size=12, unique=True)):
+        path.write_bytes(data.draw(junk))
+    backend = TegraBackend(HostRoot(tree.root))
+    try:
+        gpu = only_gpu(backend)
+        for _ in range(4):
+            reading = backend.read(gpu.uuid)
+            assert reading.fault is None
+            assert all(math.isfinite(n) for n in numbers(reading))
+            texts = [
+                *reading.temperatures_c,
+                *reading.rails_w,
+                *(p.name or "" for p in reading.processes or ()),
+            ]
+            assert all(t.isprintable() for t in (*texts, gpu.model, *gpu.facts.values()))
+            json.dumps(dict(reading.temperatures_c), allow_nan=False)
+    finally:
+        backend.close()
