@@ -12,14 +12,14 @@ from edgeagent.health.conditions import FATAL, RULES, ConditionType
 from edgeagent.health.xid import XidClass, load_catalogue
 
 DOC = Path(__file__).parents[2] / "docs/health.md"
-APP = (13, 31, 43, 45, 68, 69, 94, 109)
-DEGRADED = (63, 92, 154, 160)
-FATAL = (46, 48, 61, 62, 64, 74, 79, 95, 110, 119, 120, 121, 136, 140, 143, 158, 161, 167, 171, 172)
+APP_XIDS = (13, 31, 43, 45, 68, 69, 94, 109)
+DEGRADED_XIDS = (63, 92, 154, 160)
+FATAL_XIDS = (46, 48, 61, 62, 64, 74, 79, 95, 110, 119, 120, 121, 136, 140, 143, 158, 161, 167, 171, 172)
 
 
 @pytest.mark.parametrize(
     ("numbers", "expected"),
-    [(APP, XidClass.APP), (DEGRADED, XidClass.DEGRADED), (FATAL, XidClass.FATAL)],
+    [(APP_XIDS, XidClass.APP), (DEGRADED_XIDS, XidClass.DEGRADED), (FATAL_XIDS, XidClass.FATAL)],
     ids=["app", "degraded", "fatal"],
 )
 def test_classes(numbers: tuple[int, ...], expected: XidClass) -> None:
