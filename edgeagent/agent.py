@@ -36,16 +36,14 @@ from edgeagent.health.remembered import RememberedGpus
 from edgeagent.health.share_watch import ShareWatch
 from edgeagent.health.xid import load_catalogue
 from edgeagent.hostroot import HostRoot
-from edgeagent.isolation.backend import IsolationBackend, ShareToEnforce
-from edgeagent.isolation.hami_core import HamiCoreBackend
+from edgeagent.isolation.backend import ShareToEnforce
 from edgeagent.isolation.levels import Axis, AxisLevel
 from edgeagent.isolation.manager import IsolationManager
-from edgeagent.isolation.nvgpu_sched import NvgpuSchedBackend
-from edgeagent.isolation.nvml_cgroup import NvmlCgroupBackend
 from edgeagent.isolation.watchdog import Actions, OverLimit, Watchdog
 from edgeagent.kubelet.containers import HostContainers
 from edgeagent.kubelet.gate import AllocEvent
 from edgeagent.kubelet.plugin import KubeletSide, SideHooks
+from edgeagent.mechanisms import isolation_backends
 from edgeagent.node.apiserver import PodRef
 from edgeagent.node.cgroups import PodCgroups
 from edgeagent.node.clock import SystemClock
@@ -236,7 +234,7 @@ class Agent:
         self._containers = HostContainers(host, cgroups, pod_logs, self._processes)
         self.gpus = NodeGpus(config.gpus, host, second=self._jetson_stats())
         self._isolation = IsolationManager(
-            self._isolation_backends(),
+            isolation_backends(config, host, self.gpus.limiter),
             memory=config.isolation.memory,
             compute=config.isolation.compute,
             fallback=config.isolation.fallback,
@@ -297,16 +295,6 @@ class Agent:
         from edgeagent.gpus.jtop import JetsonStats
 
         return JetsonStats(self._host)
-
-    def _isolation_backends(self) -> list[IsolationBackend]:
-        config, host = self.config, self._host
-        backends: list[IsolationBackend] = [
-            NvgpuSchedBackend(host),
-            HamiCoreBackend(config.isolation.hami_core.library, host, config.state_dir),
-        ]
-        if self.gpus.limiter is not None:
-            backends.append(NvmlCgroupBackend(self.gpus.limiter, host, config.kubelet.cgroup_root))
-        return backends
 
     def _binding(self, k3s: K3sFacts | None) -> str:
         wanted = self.config.sharing.binding
