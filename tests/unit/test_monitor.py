@@ -23,6 +23,7 @@ from edgeagent.health.monitor import (
 from edgeagent.health.remembered import RememberedGpus
 from edgeagent.health.usage import GpuUsage
 from edgeagent.health.xid import XidClass, load_catalogue
+from edgeagent.sharing.health_tokens import Giving, GpuTokens, unhealthy_mask
 from edgeagent.snapshot import HostUse
 from tests.fakes.gpus import UUIDS, ScriptedBackend, make_gpu
 
@@ -70,6 +71,15 @@ class Bench:
 # -- XIDs: the catalogue, recovering and not -----------------------------------------------------------
 
 
+def unhealthy_tokens(state: HealthState, units: int) -> int:
+    """How many of the node's tokens are listed Unhealthy when each GPU has `units` and nobody holds any."""
+    gpus = [GpuTokens(units, 0, Giving.NOTHING if g.sick else Giving.ALL) for g in state.gpus.values()]
+    return unhealthy_mask(units * len(gpus), 0, gpus).bit_count()
+
+
+SHARES = (1, 10, 24576)
+
+
 @pytest.mark.parametrize("recovers", [True, False], ids=["recovers", "does not"])
 @pytest.mark.parametrize("number", [x.number for x in CATALOGUE] + [4711])
 def test_every_xid(number: int, recovers: bool) -> None:
@@ -78,12 +88,16 @@ def test_every_xid(number: int, recovers: bool) -> None:
     xid_class = CATALOGUE[number].xid_class
     sick = xid_class in (XidClass.FATAL, XidClass.UNKNOWN)
     assert bench.monitor.state.sick == ({UUIDS[0]} if sick else set()), "the other GPU is never touched"
+    for units in SHARES:
+        assert unhealthy_tokens(bench.monitor.state, units) == (units if sick else 0)
     assert [e.xid.number for e in bench.events if e.xid] == [number]
     if not recovers:
         bench.backend.values[UUIDS[0]] = {"recovery_action": "reset"}
     bench.poll(12)  # 60 s: the hold
     still = bench.monitor.state.sick
     assert still == (set() if recovers else {UUIDS[0]}), bench.conditions()
+    for units in SHARES:
+        assert unhealthy_tokens(bench.monitor.state, units) == units * len(still)
     if sick and recovers:
         assert bench.changes[-1].recovered == {UUIDS[0]}
 
