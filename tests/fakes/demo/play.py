@@ -35,7 +35,7 @@ TIMING = Timing(
 
 
 class Ended(Exception):
-    """The time is up, or somebody pressed Ctrl-C."""
+    """Somebody pressed Ctrl-C."""
 
 
 class Demo:
@@ -107,14 +107,19 @@ class Demo:
                 )
 
     def pause(self, seconds: float) -> None:
+        """Time to read; on a slow machine that is behind, less of it or none."""
         end = time.monotonic() + seconds * self.pace_s
-        while time.monotonic() < end:
+        while time.monotonic() < end and not self.time_is_up:
             self.look()
 
+    @property
+    def time_is_up(self) -> bool:
+        return self.until_s is not None and time.monotonic() >= self.until_s
+
     def look(self) -> None:
-        """One refresh of the view; ends the demo when it is time."""
+        """One refresh of the view; Ctrl-C ends the demo here."""
         self.view.refresh()
-        if self.stop.wait(0.05) or (self.until_s is not None and time.monotonic() >= self.until_s):
+        if self.stop.wait(0.05):
             raise Ended
 
     # -- the node's life --
@@ -222,8 +227,8 @@ def play(for_s: float | None, *, plain: bool = False) -> int:
                 demo.tell()
                 if for_s is None and not demo.plain:
                     demo.say("That was the story. Watch on, or press Ctrl-C.")
-                    while True:
-                        demo.look()
+                while not demo.time_is_up and not (for_s is None and demo.plain):
+                    demo.look()
             except Ended:
                 pass
             except RuntimeError as e:
