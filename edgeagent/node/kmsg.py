@@ -137,6 +137,13 @@ def parse_record(raw: bytes) -> tuple[int | None, float | None, str]:
     return int(m.group(2)), int(m.group(3)) / 1e6, message
 
 
+def from_kernel(raw: bytes) -> bool:
+    """Whether the kernel itself wrote a record: programs that write to /dev/kmsg get another facility,
+    and must not be able to take a GPU away. Lines of plain logs carry none."""
+    m = _PREFIX.match(raw)
+    return m is None or int(m.group(1)) >> 3 == 0
+
+
 class KernelLog:
     """The service that reads the kernel log. `resolve` maps a PCI address (or Tegra device name) to a
     UUID and answers None for what it does not know; it must not call the driver, which may hang just
@@ -224,7 +231,7 @@ class KernelLog:
                 number += 1
 
     def _record(self, raw: bytes, line_number: int | None) -> None:
-        if not any(k in raw for k in _KEYS):
+        if not any(k in raw for k in _KEYS) or not from_kernel(raw):
             return
         sequence, uptime_s, message = parse_record(raw)
         if sequence is None:

@@ -191,6 +191,12 @@ def test_events_carry_uuid_and_age(tmp_path: Path) -> None:
     assert "0000:99:00.0" in (told[1][0].detail or "")
 
 
+def test_a_program_that_writes_into_the_kernel_log_takes_no_gpu_away(tmp_path: Path) -> None:
+    reader = Reader(tmp_path)
+    reader.path.write_text("12" + xid_line(79, 5)[1:] + xid_line(31, 6))
+    assert [e.xid for e, _ in reader.read(1)] == [31]
+
+
 def test_the_uuid_that_the_driver_itself_printed_is_used(tmp_path: Path) -> None:
     reader = Reader(tmp_path)
     reader.path.write_text(
