@@ -53,6 +53,7 @@ from edgeagent.node.k3s import K3sFacts, find_k3s
 from edgeagent.node.kmsg import KernelLog
 from edgeagent.node.podlogs import PodLogs
 from edgeagent.node.processes import Processes
+from edgeagent.node.unified_memory import kubelet_memory
 from edgeagent.snapshot import HostFacts, NodeSnapshot, UplinkState
 from edgeagent.snapshot_json import to_json
 from edgeagent.supervisor import Supervisor
@@ -139,6 +140,8 @@ class Agent:
             add(name, service, wake)
         add("health-poll", self.health.poll, self.health.wake)
         add("health-events", self.health.events)
+        if self._jetson_stats is not None:
+            add("jetson-stats", self._jetson_stats.run)
         if self._kernel_log is not None:
             add("kernel-log", self._kernel_log.run, self._kernel_log.wake)
         add("share-watch", self._watch_shares, self._look_now.set)
@@ -232,7 +235,8 @@ class Agent:
         self._processes = Processes(host)
         pod_logs = PodLogs(host, config.kubelet.pod_log_dir)
         self._containers = HostContainers(host, cgroups, pod_logs, self._processes)
-        self.gpus = NodeGpus(config.gpus, host, second=self._jetson_stats())
+        self._jetson_stats = self._make_jetson_stats()
+        self.gpus = NodeGpus(config.gpus, host, second=self._jetson_stats)
         self._isolation = IsolationManager(
             isolation_backends(config, host, self.gpus.limiter),
             memory=config.isolation.memory,
@@ -289,7 +293,7 @@ class Agent:
         self._uplink = self._make_uplink()
         self._metrics = self._make_metrics()
 
-    def _jetson_stats(self) -> Any:
+    def _make_jetson_stats(self) -> Any:
         if not self.config.gpus.jetson_stats:
             return None
         from edgeagent.gpus.jtop import JetsonStats
@@ -583,8 +587,15 @@ class Agent:
             memory_available_mib=available,
             load_1m=host.load_1m(),
             cpu_count=host.cpu_count,
-            facts={"hardware": host.hardware} if host.hardware else {},
+            facts=self._host_notes(total),
         )
+
+    def _host_notes(self, memory_total_mib: int | None) -> dict[str, str]:
+        notes = {"hardware": self._host_reader.hardware} if self._host_reader.hardware else {}
+        unified = next((o for o in self.kubelet.offers() if o.gpu.unified_memory and o.present), None)
+        if unified is not None and memory_total_mib is not None:
+            notes["unifiedMemory"] = kubelet_memory(memory_total_mib, unified.usable_mib).sentence()
+        return notes
 
     # --- asked from outside -------------------------------------------------------------------------
 

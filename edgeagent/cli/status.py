@@ -38,6 +38,8 @@ def render(s: JsonObject, now_s: float) -> list[str]:
     kubelet = "connected" if s.get("kubeletConnected") else "not connected"
     sharing = f"kubelet {kubelet}, binding {s['binding']}, memory unit {s['memoryUnitMiB']} MiB"
     lines.append(f"{sharing}; {_uplink(s['uplink'])}")
+    if note := s["host"].get("facts", {}).get("unifiedMemory"):
+        lines.append(f"RAM is shared with the GPU: {note}")
     lines.append("")
     rows = [
         [
