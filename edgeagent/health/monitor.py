@@ -404,8 +404,7 @@ class HealthMonitor:
         try:
             found = self._backend.inventory()
         except GpuError as e:
-            fault = GpuFault(e.fault) if e.fault in set(GpuFault) else GpuFault.FAILED
-            found = Inventory((), (), str(e), fault)
+            found = Inventory((), (), str(e), _fault(e))
         self._places = self._around.gpu_places()
         self._inventory_at_s = self._mono()
         with self._lock:
@@ -449,8 +448,7 @@ class HealthMonitor:
         try:
             return self._backend.read(uuid)
         except GpuError as e:
-            fault = GpuFault(e.fault) if e.fault in set(GpuFault) else GpuFault.FAILED
-            return GpuReading(uuid, self._mono(), fault, str(e))
+            return GpuReading(uuid, self._mono(), _fault(e), str(e))
 
     def _take_reading(self, uuid: str, reading: GpuReading, scheduled: bool) -> None:
         usage = None
@@ -569,6 +567,13 @@ def counter_key(name: str, **labels: str) -> str:
 
 
 _LABEL_UNSAFE = re.compile(r'["\\\n]')
+
+
+def _fault(e: GpuError) -> GpuFault:
+    try:
+        return GpuFault(e.fault)
+    except ValueError:  # a word of the back end's own
+        return GpuFault.FAILED
 
 
 def _failed(reading: GpuReading | None) -> bool:

@@ -10,7 +10,7 @@ import pytest
 
 from edgeagent.config import HealthConfig
 from edgeagent.errors import GpuError
-from edgeagent.gpus.model import GpuEvent, GpuEventKind, GpuFault, GpuKind
+from edgeagent.gpus.model import GpuEvent, GpuEventKind, GpuFault, GpuKind, GpuReading
 from edgeagent.health.conditions import Books, ConditionType
 from edgeagent.health.monitor import (
     BURST_MAX_S,
@@ -268,6 +268,21 @@ def test_a_hanging_driver_is_a_condition_and_the_gpu_comes_back() -> None:
     del bench.backend.faults[UUIDS[0]]
     bench.poll(2)
     assert bench.conditions() == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "condition"),
+    [("unresponsive", "DriverUnresponsive"), ("lost", "Lost"), ("not_supported", "NotReady")],
+)
+def test_a_back_end_that_raises_is_believed(fault: str, condition: str) -> None:
+    bench = Bench()
+
+    def read(uuid: str) -> GpuReading:
+        raise GpuError("no", fault)
+
+    bench.backend.read = read  # type: ignore[method-assign]
+    bench.poll()
+    assert bench.conditions() == [condition]
 
 
 def test_another_fault_takes_the_place_of_the_first() -> None:
