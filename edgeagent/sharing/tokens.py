@@ -171,13 +171,26 @@ def parse_ids(letter: str, ids: Sequence[str], offered: int) -> int:
 def read_ids(letter: str, ids: Sequence[str]) -> int:
     """The mask of those of `ids` that are tokens of `letter`; anything else is left out. For IDs that
     others recorded (the kubelet's checkpoint), where junk is not ours to refuse."""
-    numbers = [int(i[1:]) for i in ids if _is_token(letter, i)]
+    if not _all_tokens(letter, ids):
+        ids = [i for i in ids if _is_token(letter, i)]
+    numbers = [int(i[1:]) for i in ids]
     if not numbers:
         return 0
     bits = bytearray(b"0") * (max(numbers) + 1)
     for number in numbers:
         bits[~number] = 0x31
     return int(bits, 2)
+
+
+def _all_tokens(letter: str, ids: Sequence[str]) -> bool:
+    """Whether every one of `ids` is a token of the letter; far faster than one by one."""
+    joined = "".join(ids)
+    return (
+        set(map(len, ids)) <= {ID_BYTES}
+        and joined[::ID_BYTES] == letter * len(ids)
+        and joined.isascii()
+        and (not ids or joined.replace(letter, "").isdigit())
+    )
 
 
 def _is_token(letter: str, text: str) -> bool:
