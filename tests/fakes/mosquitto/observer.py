@@ -30,7 +30,7 @@ class Seen:
 
 
 class Observer:
-    """Connects at once and reconnects for ever. `filters` are subscribed with QoS 1."""
+    """Connects at once and reconnects for ever. `filters` are subscribed with `qos`."""
 
     def __init__(
         self,
@@ -41,8 +41,11 @@ class Observer:
         password: str | None = None,
         tls: Callable[[paho.Client], None] | None = None,
         name: str = "",
+        qos: int = 1,
     ) -> None:
         self.seen: list[Seen] = []
+        self.subscriptions = 0
+        self._qos = qos
         self._filters = [filters] if isinstance(filters, str) else filters
         self._changed = threading.Condition()
         self._subscribed = threading.Event()
@@ -65,10 +68,18 @@ class Observer:
         assert self._subscribed.wait(10), "the observer cannot subscribe"
 
     def _on_connect(self, client: paho.Client, *_: Any) -> None:
-        client.subscribe([(f, 1) for f in self._filters])
+        client.subscribe([(f, self._qos) for f in self._filters])
 
     def _on_subscribe(self, *_: Any) -> None:
+        with self._changed:
+            self.subscriptions += 1
+            self._changed.notify_all()
         self._subscribed.set()
+
+    def wait_subscribed_again(self, before: int) -> None:
+        """Until it came back since `subscriptions` was `before`."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.subscriptions > before, 15)
 
     def _on_message(self, _client: Any, _data: Any, m: paho.MQTTMessage) -> None:
         correlation = getattr(m.properties, "CorrelationData", None)
