@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 INVENTORY = "inventory"
+CLOSE_S = 2.0  # of the time that a stop may take; a waiter for events leaves within a second
 
 
 class HangingError(Exception):
@@ -70,9 +71,9 @@ class Lanes:
         self._idle: list[_Worker] = []
         self._closed = False
 
-    def call(self, lane: str, function: Callable[[], T]) -> T:
+    def call(self, lane: str, function: Callable[[], T], timeout_s: float | None = None) -> T:
         """`function()`, or HangingError. Whatever it raises is raised here."""
-        deadline = self._clock() + self.timeout_s
+        deadline = self._clock() + (self.timeout_s if timeout_s is None else timeout_s)
         with self._changed:
             while lane in self._running:
                 if lane in self._hung or not self._changed.wait(max(0.0, deadline - self._clock())):
@@ -211,7 +212,7 @@ class GuardedBackend:
         self.inner.wake()
         try:
             if not self._lanes.stuck:
-                self._lanes.call("close", self.inner.close)
+                self._lanes.call("close", self.inner.close, min(CLOSE_S, self._lanes.timeout_s))
         except HangingError as e:
             log.warning("%s left open: %s", self.name, e)
         self._lanes.close()

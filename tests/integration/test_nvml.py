@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -958,6 +960,36 @@ def test_a_hanging_init_is_unresponsive_and_heals(rig: Rig) -> None:
     while not guard.inventory().gpus:
         threading.Event().wait(0.005)
     guard.close()
+
+
+ENDS = """
+import sys, threading
+from edgeagent.gpus.guard import GuardedBackend
+from edgeagent.gpus.nvml import NvmlBackend
+from edgeagent.hostroot import HostRoot
+
+guard = GuardedBackend(NvmlBackend(HostRoot(sys.argv[1]), sys.argv[2]), 0.2)
+(gpu,) = guard.inventory().gpus
+threading.Thread(target=lambda: guard.wait_event(600), daemon=True).start()
+print("ready", flush=True)
+sys.stdin.readline()
+print(guard.read(gpu.uuid).fault.value)
+guard.close()
+"""
+
+
+@pytest.mark.parametrize("symbol", ["nvmlDeviceGetUtilizationRates", "*"], ids=["a reading", "everything"])
+def test_a_process_ends_while_calls_hang(rig: Rig, symbol: str) -> None:
+    rig.fake.add("l4")
+    rig.host()
+    command = [sys.executable, "-c", ENDS, str(rig.root), str(rig.fake.library_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        rig.fake.hang(symbol)
+        out, _ = child.communicate("go\n", timeout=LONG_S)
+    assert out == "unresponsive\n"
+    assert child.returncode == 0
 
 
 # ---- memory limits per cgroup -------------------------------------------------------------------

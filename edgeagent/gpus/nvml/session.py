@@ -205,7 +205,6 @@ class Session:
         """Whether only a new process can recover: the driver changed and this process keeps the old
         library mapped, or it lost its device nodes. A container must be recreated (exit non-zero)."""
         fault = self.fault[0] if self.fault else None
-        if fault is GpuFault.LOST_DEVICE_ACCESS:
-            return True
-        module = nvidia_host.kernel_module_version(self._host)
-        return fault is GpuFault.DRIVER_MISMATCH and self._outdated(module)
+        if fault is GpuFault.DRIVER_MISMATCH:
+            return self._outdated(nvidia_host.kernel_module_version(self._host))
+        return fault is GpuFault.LOST_DEVICE_ACCESS
