@@ -14,6 +14,7 @@ from edgeagent.kubelet.protos.deviceplugin import ListAndWatchResponse as _ListA
 from edgeagent.sharing.tokens import DIGITS, MAX_TOKENS, ranges
 
 _BLOCK = 1000  # tokens that share all digits but the last three
+_LAST_DIGITS = tuple(bytes(48 + i // unit % 10 for i in range(_BLOCK)) for unit in (100, 10, 1))
 _ID_HEADER = 4  # tag and length of the device, tag and length of its ID
 
 
@@ -70,9 +71,7 @@ def _entries(letter: str, start: int, end: int, health: str) -> bytes:
     stride = len(first)
     block = bytearray(first * _BLOCK)
     digit = _ID_HEADER + 1  # where the first digit of an entry is
-    for place in range(3):  # the last three digits run through the block
-        unit = 10 ** (2 - place)
-        column = bytes(48 + i // unit % 10 for i in range(_BLOCK))
+    for place, column in enumerate(_LAST_DIGITS):
         block[digit + 3 + place :: stride] = column
     blocks: list[bytes | memoryview] = []
     for thousand in range(start // _BLOCK, (end - 1) // _BLOCK + 1):

@@ -346,7 +346,6 @@ class Gate:
         )  # fmt: skip
         self._event("bound", "", key, booking.uuid)
         self._hooks.on_change()
-        self._sweep_now.set()
 
     # Who is it?
 

@@ -153,6 +153,7 @@ class KubeletSide:
         self._gpu_specs: dict[str, str] = {}
         self._endpoints: dict[str, _Endpoint] = {}
         self._kubelet_seen = False
+        self._new_socket = False  # the kubelet has made its socket since the last look
         self._failing = False
         self._registrations = 0
         self._cards = Checkpoint(host, self._checkpoint_path, dict, self._is_named)
@@ -450,12 +451,12 @@ class KubeletSide:
     def run(self, stop: threading.Event) -> None:
         """Serves, registers and registers again until `stop`."""
         self._remove_old_sockets()
-        appeared: frozenset[str] = frozenset()
         try:
             while not stop.is_set():
                 self._watch.arm()
-                delay_s = self._step(appeared)
-                appeared = self._watch.wait(delay_s)
+                delay_s = self._step()
+                if registration.KUBELET_SOCKET in self._watch.wait(delay_s):
+                    self._new_socket = True
         finally:
             with self._lock:
                 endpoints = list(self._endpoints.values())
@@ -465,7 +466,7 @@ class KubeletSide:
             self._workers.shutdown(wait=False)
             self._watch.close()
 
-    def _step(self, appeared: frozenset[str]) -> float | None:
+    def _step(self) -> float | None:
         """One look at sockets and registrations; returns when to look again at the latest."""
         if self._plan is None or not self._dir.is_dir():
             self._note_kubelet(None)
@@ -480,13 +481,16 @@ class KubeletSide:
         due_s: list[float] = []
         now_s = time.monotonic()
         for endpoint in list(self._endpoints.values()):
-            when_s = self._registration_due(endpoint, sock, registration.KUBELET_SOCKET in appeared)
+            when_s = self._registration_due(endpoint, sock)
             if when_s is None:
                 continue
             if when_s <= now_s:
+                if self._kubelet_identity() != sock:
+                    return 0.0  # a new kubelet since the look at our sockets
                 self._register(endpoint, sock)
                 when_s = endpoint.next_try_s if endpoint.registered_as is None else now_s + STREAM_GRACE_S
             due_s.append(when_s)
+        self._new_socket = False
         return max(0.0, min(due_s) - time.monotonic()) if due_s else None
 
     def _match_servers(self) -> None:
@@ -546,12 +550,12 @@ class KubeletSide:
             return None
         return (found.st_ino, found.st_ctime_ns) if stat.S_ISSOCK(found.st_mode) else None
 
-    def _registration_due(self, endpoint: _Endpoint, sock: tuple[int, int], appeared: bool) -> float | None:
+    def _registration_due(self, endpoint: _Endpoint, sock: tuple[int, int]) -> float | None:
         """When to (try to) register: a monotonic time, in the past for now; None: not at all."""
         known = endpoint.registered_as
         # A new socket can have the old one's inode; its ctime alone also changes by a chmod.
         if known is not None and (
-            known[0] != sock[0] or (known[1] != sock[1] and (appeared or not self._watch.active))
+            known[0] != sock[0] or (known[1] != sock[1] and (self._new_socket or not self._watch.active))
         ):
             endpoint.registered_as = None
             endpoint.tries = endpoint.lost = 0

@@ -1,13 +1,13 @@
 """GetPreferredAllocation for tokens, read and answered on the wire.
 
-The request may name every free token of the node (163,840 of them are 1.5 MB), so its tokens are cut
-out of the bytes by their fixed length, and what the agent would like is looked up in them: the
-answer seldom needs the whole list as numbers.
+The request may name every free token of the node (163,840 of them are 1.5 MB). Its framing is checked by
+slices of fixed length, and only the part of the tokens that the agent would like is looked up in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Collection
 
 from google.protobuf.message import DecodeError
 
@@ -21,6 +21,7 @@ from edgeagent.sharing.tokens import ID_BYTES, ids_of, numbers, preferred, read_
 
 _STRIDE = ID_BYTES + 2
 _FIELD_1 = 0x0A  # tag of field 1 when it is a string or a message
+_TEN_THOUSANDS = 4  # a wish that spans more of them is looked up token by token
 
 
 def answer(raw: bytes, letter: str, free: int) -> bytes:
@@ -28,16 +29,17 @@ def answer(raw: bytes, letter: str, free: int) -> bytes:
     to hold; others are named only when those do not suffice. Raises AllocationError."""
     response = PreferredAllocationResponse()
     try:
-        whole = _single(raw, letter)
-        if whole is not None:
-            asked, available = whole
-            chosen = _choose(asked, available, letter, free)
+        plain = _plain(raw, letter)
+        if plain is not None:
+            asked, start, end = plain
+            must = read_ids(letter, list(asked.must_include_deviceIDs))
+            chosen = _wish(raw[start:end], letter, free, must, asked.allocation_size)
             response.container_responses.add(deviceIDs=ids_of(letter, chosen))
         else:
             for asked in PreferredAllocationRequest.FromString(raw).container_requests:
-                ids = asked.available_deviceIDs
-                digits = [i[1:].encode() for i in ids if len(i) == ID_BYTES and i[0] == letter]
-                chosen = _choose(asked, [d for d in digits if d.isdigit()], letter, free)
+                available = read_ids(letter, list(asked.available_deviceIDs))
+                must = read_ids(letter, list(asked.must_include_deviceIDs))
+                chosen = _choose(available, free, must, asked.allocation_size)
                 response.container_responses.add(deviceIDs=ids_of(letter, chosen))
     except DecodeError as e:
         raise AllocationError(
@@ -49,38 +51,47 @@ def answer(raw: bytes, letter: str, free: int) -> bytes:
     return data
 
 
-def _choose(
-    asked: ContainerPreferredAllocationRequest, available: Sequence[bytes], letter: str, free: int
-) -> int:
-    must = read_ids(letter, list(asked.must_include_deviceIDs))
-    size = asked.allocation_size
+def _wish(entries: bytes, letter: str, free: int, must: int, size: int) -> int:
+    """What the agent would like, if all of it is in `entries`; else the best of what is."""
     wish = preferred(free | must, must, size)
     wanted = {b"%06d" % n for n in numbers(wish & ~must)}
-    if wish.bit_count() == size and len(wanted.intersection(available)) == len(wanted):
+    if wish.bit_count() == size and wanted <= _found(entries, letter, wanted):
         return wish
     # The kubelet's idea of what is free differs from ours: its own is the truth.
-    offered = read_ids(letter, [letter + digits.decode() for digits in available]) | must
-    if (offered & free | must).bit_count() >= size:
-        return preferred(offered & free | must, must, size)
-    return preferred(offered, must, size)
+    header = bytes((_FIELD_1, ID_BYTES)) + letter.encode()
+    available = read_ids(letter, [letter + digits.decode() for digits in entries.split(header)[1:]])
+    return _choose(available, free, must, size)
 
 
-def _single(raw: bytes, letter: str) -> tuple[ContainerPreferredAllocationRequest, list[bytes]] | None:
-    """The one container of a request in the layout of the kubelet's encoder: its available tokens as
-    digits, and the rest of it as a message. None when the request looks different."""
+def _found(entries: bytes, letter: str, wanted: Collection[bytes]) -> set[bytes]:
+    """The tokens in `entries`, at least those that could be in `wanted`."""
+    prefixes = {digits[:2] for digits in wanted}
+    if len(prefixes) > _TEN_THOUSANDS:
+        return set(entries.split(bytes((_FIELD_1, ID_BYTES)) + letter.encode()))
+    pattern = b"%s((?:%s)[0-9]{4})" % (letter.encode(), b"|".join(sorted(prefixes)))
+    return set(re.findall(pattern, entries))
+
+
+def _choose(available: int, free: int, must: int, size: int) -> int:
+    if (available & free | must).bit_count() >= size:
+        return preferred(available & free | must, must, size)
+    return preferred(available | must, must, size)
+
+
+def _plain(raw: bytes, letter: str) -> tuple[ContainerPreferredAllocationRequest, int, int] | None:
+    """The one container of a request in the layout of the kubelet's encoder: the message without its
+    available tokens, and where those lie. None when the request looks different."""
     start = _only_field_1(raw)
     if start is None:
         return None
     header = bytes((_FIELD_1, ID_BYTES)) + letter.encode()
     count = (len(raw) - start) // _STRIDE
-    for offset in range(_STRIDE):  # how many entries in a row have the right byte in this place
+    for offset, byte in enumerate(header):  # how many entries in a row have the right byte in this place
         column = raw[start + offset : start + count * _STRIDE : _STRIDE]
-        count -= len(column.lstrip(header[offset : offset + 1] or b"0123456789"))
+        count -= len(column.lstrip(bytes((byte,))))
     end = start + count * _STRIDE
-    tail = ContainerPreferredAllocationRequest.FromString(raw[end:])
-    if not count or tail.available_deviceIDs:
-        return None
-    return tail, raw[start:end].split(header)[1:]
+    rest = ContainerPreferredAllocationRequest.FromString(raw[end:])
+    return (rest, start, end) if count and not rest.available_deviceIDs else None
 
 
 def _only_field_1(raw: bytes) -> int | None:
