@@ -59,6 +59,7 @@ ENVELOPE_ROOM = 1024
 BACKLOG_IS_ROWS = 50  # after an outage shorter than BACKLOG_IS_S, fewer rows are sent as if live
 BACKLOG_IS_S = 60.0
 POISON_STRIKES = 3
+LEARN_ABOVE_BYTES = 2048
 RIVALS_ARE_A_FIGHT = 2
 RIVAL_WINDOW_S = 600.0
 GOODBYE_S = 1.5
@@ -169,6 +170,7 @@ class Uplink:
         self._backlog_from_s = 0.0
         self._corrected_s = 0.0
         self._began_ms = 0
+        self._largest_bytes = messages.MAX_PAYLOAD_BYTES
         self._former_filters: list[str] = []
         self._incoming = TokenBucket(20.0, 32)
         self._problem: str | None = None
@@ -447,7 +449,11 @@ class Uplink:
             self._suspects[name] = self._suspects.get(name, 0) + 1
             if self._suspects[name] >= (1 if event.blames_packet else POISON_STRIKES):
                 self._suspects.pop(name)
-                self._set_aside(alone, f"the broker hung up on it: {event.reason}", now)
+                if alone.row is None and alone.size > LEARN_ABOVE_BYTES:
+                    # MQTT 3.1.1 brokers do not tell how large a packet may be: state can be shortened.
+                    self._largest_bytes = alone.size // 2
+                else:
+                    self._set_aside(alone, f"the broker hung up on it: {event.reason}", now, poison=True)
         self._solo = True
 
     def _rival(self, what: str, now: Moment) -> None:
@@ -484,11 +490,11 @@ class Uplink:
             if self._solo and self._retained.next_due() is None and not self._box.queued:
                 self._solo = False
 
-    def _set_aside(self, sent: _InFlight, reason: str, now: Moment) -> None:
+    def _set_aside(self, sent: _InFlight, reason: str, now: Moment, *, poison: bool = False) -> None:
         if sent.row is not None:
             self._box.quarantine(sent.row.id, reason, now.wall_ms)
         else:
-            self._retained.refuse(sent.topic, sent.version)
+            self._retained.refuse(sent.topic, sent.version, poison=poison)
         if not sent.topic.startswith(self.topics.event("agent")):
             self._agent_event(
                 "MessageRefused", f"the broker refused {sent.topic} ({reason})", severity="warning"
@@ -796,7 +802,7 @@ class Uplink:
                     seq=self._message_number,
                 )
             try:
-                payload = messages.encode(wrapped, _room(connection, topic))
+                payload = messages.encode(wrapped, min(self._largest_bytes, _room(connection, topic)))
             except FleetError as e:
                 self._retained.refuse(topic, version)
                 self._agent_event("MessageTooLarge", f"{topic}: {e}")

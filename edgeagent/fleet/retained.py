@@ -18,6 +18,7 @@ class _Slot:
     acknowledged: int = 0
     in_flight: bool = False
     refused: int = 0  # the version that the broker would not have
+    poison: bool = False  # brokers hang up on this body: it is not offered to any
 
 
 class RetainedState:
@@ -36,7 +37,7 @@ class RetainedState:
         if slot is None:
             self._slots[topic] = _Slot(body, self._version)
         else:
-            slot.body, slot.version = body, self._version
+            slot.body, slot.version, slot.poison = body, self._version, False
         return True
 
     def body(self, topic: str) -> Body | None:
@@ -54,7 +55,7 @@ class RetainedState:
     def next_due(self) -> str | None:
         """The first topic, in the order they were first wanted, whose body must be sent."""
         for topic, slot in self._slots.items():
-            if not slot.in_flight and slot.version > max(slot.acknowledged, slot.refused):
+            if not slot.in_flight and not slot.poison and slot.version > max(slot.acknowledged, slot.refused):
                 return topic
         return None
 
@@ -73,12 +74,14 @@ class RetainedState:
         if slot.body is None and slot.acknowledged == slot.version:
             del self._slots[topic]
 
-    def refuse(self, topic: str, version: int) -> None:
-        """The broker will not have this version: it is not offered again until it changes."""
+    def refuse(self, topic: str, version: int, *, poison: bool = False) -> None:
+        """The broker will not have this version: it is not offered again before the next connection
+        or, if it is `poison` (it ended connections), before it changes."""
         slot = self._slots.get(topic)
         if slot is not None:
             slot.in_flight = False
             slot.refused = version
+            slot.poison = poison
 
     def confirmed(self, topic: str) -> bool:
         """Whether the broker holds the present body."""
