@@ -79,10 +79,10 @@ def spec_text(
     """The JSON of a spec with these devices. `annotations` describe the spec to whoever reads it."""
     kind = f"{VENDOR}/{device_class}"
     # containerd 2.2.7 panics on a kind whose vendor or class has one letter (measured).
-    if not _KIND.match(kind):
+    if not _KIND.fullmatch(kind):
         raise ValueError(f"{kind!r} is not a CDI kind")
     for name in devices:
-        if not _DEVICE_NAME.match(name):
+        if not _DEVICE_NAME.fullmatch(name):
             raise ValueError(f"{name!r} is not a CDI device name")
     spec: dict[str, Any] = {"cdiVersion": CDI_VERSION, "kind": kind}
     if annotations:
@@ -183,7 +183,7 @@ class SpecDir:
         self._dir = cdi_dir
 
     def _path(self, device_class: str, name: str) -> Path:
-        if not _DEVICE_NAME.match(name):
+        if not _DEVICE_NAME.fullmatch(name):
             raise ValueError(f"{name!r} is not a CDI device name")
         return self._host.path(f"{self._dir}/{VENDOR}-{device_class}-{name}.json")
 
