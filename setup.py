@@ -1,10 +1,13 @@
 """Everything is in pyproject.toml; here only: the limiter's C library is built into the wheel.
 
-Where no compiler is found the wheel is made without it and the limiter reports `not_built`. An
-editable install is left alone: `python -m edgeagent.isolation.limiter.build` builds in place.
+Where no compiler is found the wheel is made without it and the limiter reports `not_built`. With
+EDGEAGENT_LIMITER=prebuilt nothing is compiled: a library beside the sources is shipped, or none (that is
+what install.sh wants). An editable install is left alone: `python -m edgeagent.isolation.limiter.build`
+builds in place.
 """
 
 import importlib.util
+import os
 from pathlib import Path
 
 from setuptools import setup
@@ -16,7 +19,7 @@ PACKAGE = "edgeagent/isolation/limiter"
 class BuildWithLimiter(build_py):
     def run(self):
         super().run()
-        if getattr(self, "editable_mode", False):
+        if getattr(self, "editable_mode", False) or os.environ.get("EDGEAGENT_LIMITER") == "prebuilt":
             return
         script = Path(__file__).parent / PACKAGE / "build.py"
         spec = importlib.util.spec_from_file_location("edgeagent_limiter_build", script)
