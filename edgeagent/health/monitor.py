@@ -304,7 +304,7 @@ class HealthMonitor:
         xid = self._catalogue[event.xid] if event.kind is GpuEventKind.XID and event.xid is not None else None
         repeats = self._burst(event, now_s)
         if repeats is None:
-            self._prolong(gpu, event, xid, now_s - age_s)
+            self._repeated(gpu, event, xid, now_s - age_s, now_ms)
             return
         seen = SeenEvent(event, now_ms - round(age_s * 1000), gpu, xid, repeats)
         if gpu is not None and age_s <= self._limits.xid_hold_s:
@@ -357,16 +357,21 @@ class HealthMonitor:
         )
         return True
 
-    def _prolong(self, gpu: Gpu | None, event: GpuEvent, xid: Xid | None, at_s: float) -> None:
-        """A swallowed repeat still counts: the condition holds from now on."""
+    def _repeated(self, gpu: Gpu | None, event: GpuEvent, xid: Xid | None, at_s: float, at_ms: int) -> None:
+        """A swallowed repeat still counts: the condition holds from now on, or comes back."""
         found = sign_of_event(gpu, event, xid) if gpu is not None else None
         if gpu is None or found is None:
             return
         with self._lock:
-            tracks = self._tracks.get(gpu.uuid, {})
+            tracks = self._tracks.setdefault(gpu.uuid, {})
             track = tracks.get(found[0])
-            if track is not None and track.condition is not None:
+            back = track is None or track.condition is None
+            if track is not None and not back:
                 tracks[found[0]] = replace(track, good=0, hold_until_s=at_s + self._limits.xid_hold_s)
+            elif self._raise(event, gpu, xid, at_s, at_ms):
+                self._renew(gpu.uuid)
+        if back:
+            self._tell()
 
     # -- polls --------------------------------------------------------------------------------------
 

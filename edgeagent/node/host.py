@@ -1,4 +1,4 @@
-"""Facts of the box itself, from /proc, /sys and /etc under the host root (psutil reads only `/`)."""
+"""Facts of the box itself, from /proc, /sys and /etc under the host root."""
 
 from __future__ import annotations
 
