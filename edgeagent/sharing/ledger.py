@@ -187,12 +187,18 @@ class Ledger:
         return self._choose(key, demand, fits) or self._refuse_room(key, demand, fits)
 
     def could_start(
-        self, key: ContainerKey, demand: Demand, kept: Mapping[str, Amounts], running: Collection[str] = ()
+        self,
+        key: ContainerKey,
+        demand: Demand,
+        *,
+        kept: Mapping[str, Amounts] | None = None,
+        running: Collection[str] = (),
+        only: str | None = None,
     ) -> Placement | None:
         """As `place`, without composing the reason where it cannot."""
         if self._refuse_demand(demand) or self._refuse_tokens(key, demand, running):
             return None
-        return self._choose(key, demand, self._fits(key, demand, kept))
+        return self._choose(key, demand, self._fits(key, demand, kept or {}, only))
 
     def bind(self, key: ContainerKey, demand: Demand, uuid: str) -> Booking:
         """Books `key` on the GPU that `place` named, taking over its tokens from other containers of
@@ -218,6 +224,16 @@ class Ledger:
         if refusal is None:
             self._book(key, demand, uuid)
         return refusal
+
+    def undo(self, key: ContainerKey, before: Booking | None) -> None:
+        """The start for which `key` was bound did not come about: its booking is again what it was
+        `before`, unless somebody has taken that room since (then it stays where it is now)."""
+        if before is None:
+            self.release(key)
+            return
+        capacity = self._capacities.get(before.uuid or "")
+        if capacity is None or not any(self._fit(key, before.demand, capacity, 0, {}).missing):
+            self._book(key, before.demand, before.uuid)
 
     def rekey(self, old: ContainerKey, new: ContainerKey) -> None:
         """A booking made before the container was known (early binding) gets its real key. KeyError

@@ -134,12 +134,12 @@ class WaitingLine:
         takes it out of line and asks again until None."""
         kept: dict[str, Amounts] = {}
         for waiter, room in self._reservations(ledger, now_s):
-            if waiter.in_call and not waiter.refusal.permanent:
-                answer = ledger.place(
+            if waiter.in_call:
+                placement = ledger.could_start(
                     waiter.key, waiter.demand, kept=kept, running=waiter.running, only=waiter.only
                 )
-                if isinstance(answer, Placement):
-                    return waiter, answer
+                if placement:
+                    return waiter, placement
             if room:
                 kept[room.uuid] = room.new
         return None
@@ -151,7 +151,7 @@ class WaitingLine:
         taken: set[str] = set()
         for waiter in self.waiters():
             room = None
-            if now_s - waiter.since_s >= self.reserve_after_s and not waiter.refusal.permanent:
+            if now_s - waiter.since_s >= self.reserve_after_s:
                 outlook = [
                     o
                     for o in ledger.outlook(waiter.key, waiter.demand)

@@ -224,6 +224,16 @@ def test_s3_the_pods_own_leftover_makes_way_for_its_own_container():
     assert node.refused("r", Demand(memory=run(2, 1))).code is RefusalCode.HELD
 
 
+def test_s3_what_ends_by_the_start_makes_way_too():
+    """The init container is not known to have ended, but its tokens are given to the app."""
+    node = Node(6)
+    node.start("p/init", node.tokens(6))
+    app = Demand(memory=run(3, 3) | run(20, 1))
+    assert node.start("p/app", app) == Placement("GPU-0", 4, None)
+    assert node.ledger.booking(key("p/init")).retired
+    assert node.ledger.used_on("GPU-0").memory == 6
+
+
 def test_s3_leftover_that_makes_way_is_the_last_resort():
     node = Node(6, 32)
     node.start("p/init", node.tokens(6))
@@ -393,6 +403,33 @@ def test_a_whole_gpu_of_an_init_container_passes_to_the_pods_containers():
     assert node.start("p/app", whole | app) == Placement("GPU-0", 8, None)
 
 
+def test_a_whole_gpu_passes_to_a_container_with_the_same_share():
+    node = Node(32)
+    whole = node.tokens(0, 0, 1)
+    node.start("p/init", whole)
+    assert node.start("p/app", whole) == Placement("GPU-0", 32, None, whole=True)
+    assert node.ledger.booking(key("p/init")).retired
+
+
+def test_a_whole_gpu_once_given_up_has_to_be_empty_again():
+    node = Node(32)
+    whole = node.tokens(0, 0, 1)
+    node.start("p/init", whole)
+    node.ledger.retire(key("p/init"))
+    node.started("q", 4)
+    assert node.refused("p/init", whole).in_the_way == ("q",)
+    node.ledger.release_pod("q")
+    assert node.start("p/init", whole) == Placement("GPU-0", 32, None, whole=True)
+
+
+def test_a_whole_gpu_is_kept_over_a_restart_on_a_cordoned_gpu():
+    node = Node(32, 32)
+    whole = node.tokens(0, 0, 1)
+    node.start("w", whole)
+    node.show(GPU_0=GpuCapacity("GPU-0", 32, accepting=False))
+    assert node.start("w", whole) == Placement("GPU-0", 32, None, whole=True)
+
+
 def test_leftover_beside_a_whole_gpu_container_cannot_be_used():
     node = Node(32)
     node.start("p/init", node.tokens(8))
@@ -458,6 +495,44 @@ def test_a_container_whose_ids_changed_gives_the_old_ones_back():
     node.start("a", Demand(memory=run(10, 4)))
     assert node.ledger.held() == Demand(memory=run(10, 4))
     assert node.free() == [28]
+
+
+def test_a_container_whose_ids_changed_still_has_its_own_room():
+    node = Node(6)
+    node.start("a", Demand(memory=run(0, 4)))
+    node.start("b", Demand(memory=run(4, 2)))
+    assert node.start("a", Demand(memory=run(10, 4))) == Placement("GPU-0", 4, None)
+    assert node.ledger.held() == Demand(memory=run(10, 4) | run(4, 2))
+    assert node.ledger.leftovers() == ()
+
+
+def test_a_start_that_did_not_come_about_is_undone():
+    node = Node(32, 32)
+    demand = node.tokens(20)
+    node.start("a", demand)
+    node.ledger.undo(key("a"), None)
+    assert node.ledger.bookings() == ()
+    node.start("a", demand)
+    before = node.ledger.booking(key("a"))
+    node.show(GPU_0=GpuCapacity("GPU-0", 32, sick=True))
+    assert node.start("a", demand) == Placement("GPU-1", 20, None, previous_uuid="GPU-0")
+    node.ledger.undo(key("a"), before)
+    assert node.ledger.booking(key("a")) == before
+    assert node.ledger.used_on("GPU-1").memory == 0
+
+
+def test_undoing_never_takes_room_that_somebody_has_by_now():
+    node = Node(32, 32)
+    demand = node.tokens(20)
+    node.start("a", demand)
+    before = node.ledger.booking(key("a"))
+    node.show(GPU_0=GpuCapacity("GPU-0", 32, sick=True))
+    node.start("a", demand)
+    node.show(GPU_0=GpuCapacity("GPU-0", 32))
+    assert node.started("b", 30).uuid == "GPU-0"
+    node.ledger.undo(key("a"), before)
+    assert node.ledger.booking(key("a")).uuid == "GPU-1"
+    assert node.free() == [2, 12]
 
 
 # --- restarts, sick GPUs, cordons ---

@@ -68,6 +68,7 @@ def test_ranges_are_the_maximal_runs(tokens):
         (["m-00001"], "INVALID_ARGUMENT", "not an ID"),
         (["m0_0001"], "INVALID_ARGUMENT", "not an ID"),
         (["m 00001"], "INVALID_ARGUMENT", "not an ID"),
+        (["mm00001"], "INVALID_ARGUMENT", "not an ID"),
         (["M000001"], "INVALID_ARGUMENT", "not an ID"),
         (["GPU-1a2b::3"], "INVALID_ARGUMENT", "'GPU-1a2b::3'"),
         (["x" * 10_000], "INVALID_ARGUMENT", "not an ID"),
@@ -96,7 +97,7 @@ def test_any_text_is_parsed_or_refused(ids):
 
 
 def test_junk_among_recorded_ids_is_left_out():
-    assert read_ids("m", ["m000003", "GPU-1", "", "c000001", "m00000x", "m000001"]) == 0b1010
+    assert read_ids("m", ["m000003", "GPU-1", "", "c000001", "m00000x", "mm00004", "m000001"]) == 0b1010
     assert read_ids("m", ["junk"]) == 0
 
 
