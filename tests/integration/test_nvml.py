@@ -912,7 +912,7 @@ def test_a_hanging_gpu_stops_nobody_else(rig: Rig) -> None:
     healthy, hanging = rig.fake.add("l4"), rig.fake.add("l4")
     guard = GuardedBackend(rig.backend(call_timeout_s=0.2), 0.2)
     guard.inventory()
-    rig.fake.hang("nvmlDeviceGetTemperatureV", hanging)
+    rig.fake.hang("nvmlDeviceGetUtilizationRates", hanging)
     assert guard.read(hanging).fault is GpuFault.UNRESPONSIVE
     mark = rig.fake.mark()
     for _ in range(10):

@@ -301,7 +301,7 @@ class NvmlBackend:
                 yield card
             except NvmlError as e:
                 if e.code in UNSUPPORTED:
-                    raise GpuError(f"cannot {what}: this driver has none", "not_supported") from e
+                    raise GpuError(f"cannot {what}: not offered here: {e}", "not_supported") from e
                 if e.code == NO_PERMISSION:
                     raise GpuError(f"cannot {what}: {e}; only root may", GpuFault.NO_PERMISSION.value) from e
                 if e.code in LIBRARY_FAULTS:
