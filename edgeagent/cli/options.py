@@ -26,12 +26,16 @@ def add_config_option(parser: argparse.ArgumentParser) -> None:
 def load_config(args: argparse.Namespace) -> tuple[Config, Path | None]:
     """The configuration named on the command line, else by the environment, else the default file,
     else built-in defaults. Raises ConfigError."""
+    path = config_path(args)
+    return (Config(), None) if path is None else (load_file(path), path)
+
+
+def config_path(args: argparse.Namespace) -> Path | None:
+    """The file that counts, or None where there is none and nobody named one."""
     named = getattr(args, "config", None) or os.environ.get(ENV_CONFIG)
     if named:
-        return load_file(named), Path(named)
-    if Path(DEFAULT_CONFIG).exists():
-        return load_file(DEFAULT_CONFIG), Path(DEFAULT_CONFIG)
-    return Config(), None
+        return Path(named)
+    return Path(DEFAULT_CONFIG) if Path(DEFAULT_CONFIG).exists() else None
 
 
 def agent_client(config: Config) -> ControlClient:
