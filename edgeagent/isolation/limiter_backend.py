@@ -66,6 +66,8 @@ class CanaryResult:
     driver: str | None = None
 
 
+_LEFT_BEHIND: list[subprocess.Popen[bytes]] = []
+
 Canary = Callable[[Path, str], CanaryResult]
 
 
@@ -90,8 +92,11 @@ def run_canary(library: Path, driver: str, deadline_s: float = CANARY_DEADLINE_S
         try:
             status = process.wait(deadline_s)
         except subprocess.TimeoutExpired:
-            # Not waited for again: a driver that hangs does not let it be killed.
             process.kill()
+            try:
+                process.wait(1.0)
+            except subprocess.TimeoutExpired:
+                _LEFT_BEHIND.append(process)  # a driver that hangs does not let it be killed
             return CanaryResult(problem=f"the canary did not end within {deadline_s:.0f} s")
         out.seek(0)
         err.seek(0)
@@ -238,8 +243,8 @@ class LimiterBackend:
             raise IsolationError("the limiter's library is not in place")
         if not self._host.exists(library):
             library = self._install()  # somebody tidied up
-        limits = self.limits_for(share, axes)
         directory = self._share_dir(share)
+        limits = self.limits_for(share, axes)
         where = self._host.path(directory)
         try:
             where.mkdir(parents=True, exist_ok=True, mode=0o755)

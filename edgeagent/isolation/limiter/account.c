@@ -25,7 +25,9 @@
 #define PID_MASK 0x003fffffu
 #define WAITERS 0x80000000u
 #define LOCK_POLL_NS 20000000          /* then the owner's health is looked at */
+#ifndef LOCK_GIVE_UP_NS
 #define LOCK_GIVE_UP_NS INT64_C(5000000000) /* a stopped owner: refuse rather than hang */
+#endif
 
 static struct lock attach_lock;
 static struct limits limits;
@@ -223,14 +225,20 @@ static void empty_slot(struct slot *slot) {
     atomic_store_explicit(&slot->pid, 0, memory_order_relaxed);
 }
 
+/* Without the lock, since looking at a thousand processes takes long: taken for each that is gone. */
 static void reclaim(void) {
     struct slot *mine = atomic_load_explicit(&own, memory_order_relaxed);
     for (uint32_t i = 0; i < slots_high(); i++) {
         struct slot *slot = &state->slots[i];
-        if (slot == mine || atomic_load_explicit(&slot->pid, memory_order_relaxed) == 0 || slot_alive(slot))
+        uint32_t pid = atomic_load_explicit(&slot->pid, memory_order_relaxed);
+        uint64_t started = load(&slot->started);
+        if (slot == mine || pid == 0 || slot_alive(slot) || !account_lock())
             continue;
-        empty_slot(slot);
-        store(&state->reclaimed, load(&state->reclaimed) + 1);
+        if (atomic_load_explicit(&slot->pid, memory_order_relaxed) == pid && load(&slot->started) == started) {
+            empty_slot(slot);
+            store(&state->reclaimed, load(&state->reclaimed) + 1);
+        }
+        account_unlock();
     }
 }
 
@@ -285,20 +293,15 @@ static struct slot *find_slot(void) {
     return free;
 }
 
-static bool take_slot(void) {
+/* With the lock held. NULL: taken; else what there is none of. */
+static const char *take_slot(void) {
     struct slot *slot = find_slot();
-    if (slot == NULL || !has_room(limits.overhead_bytes)) {
-        reclaim();
-        slot = find_slot();
-    }
-    if (slot == NULL) {
-        complain_once(STATE_PATH, "it has no free slot");
-        return false;
-    }
+    if (slot == NULL)
+        return "it has no free slot";
     if (!has_room(limits.overhead_bytes)) {
         store(&state->refused, load(&state->refused) + 1);
         store(&state->last_refused_bytes, limits.overhead_bytes);
-        return false;
+        return "the limit is reached";
     }
     store(&slot->bytes, 0);
     store(&slot->peak, 0);
@@ -308,7 +311,7 @@ static bool take_slot(void) {
     atomic_store_explicit(&slot->pid, own_pid, memory_order_relaxed);
     add(slot, limits.overhead_bytes);
     atomic_store_explicit(&own, slot, memory_order_release);
-    return true;
+    return NULL;
 }
 
 static bool know_limits(void) {
@@ -342,11 +345,20 @@ static bool attach(void) {
     if (!fork_watched && __register_atfork(NULL, NULL, forked_child, &__dso_handle) == 0)
         fork_watched = true;
     learn_identity();
-    if (!fork_watched || !account_lock())
+    if (!fork_watched)
         return false;
-    bool taken = take_slot();
-    account_unlock();
-    return taken;
+    for (int attempt = 0; attempt < 2; attempt++) {
+        if (attempt != 0)
+            reclaim();
+        if (!account_lock())
+            return false;
+        wrong = take_slot();
+        account_unlock();
+        if (wrong == NULL)
+            return true;
+    }
+    complain_once(STATE_PATH, wrong);
+    return false;
 }
 
 bool account_attach(void) {
@@ -378,18 +390,20 @@ static void take_away_late(struct slot *slot) {
 
 bool account_charge(uint64_t bytes) {
     struct slot *slot = atomic_load_explicit(&own, memory_order_acquire);
-    if (slot == NULL || !account_lock())
-        return false;
-    take_away_late(slot);
-    bool room = has_room(bytes);
-    if (UNLIKELY(!room)) {
-        reclaim();
-        room = has_room(bytes);
+    for (int attempt = 0; slot != NULL && attempt < 2; attempt++) {
+        if (UNLIKELY(attempt != 0))
+            reclaim();
+        if (!account_lock())
+            return false;
+        take_away_late(slot);
+        bool room = has_room(bytes);
+        if (room)
+            add(slot, bytes);
+        account_unlock();
+        if (LIKELY(room))
+            return true;
     }
-    if (room)
-        add(slot, bytes);
-    account_unlock();
-    return room;
+    return false;
 }
 
 void account_charge_anyway(uint64_t bytes) {
@@ -413,9 +427,9 @@ void account_uncharge(uint64_t bytes) {
 }
 
 uint64_t account_used(void) {
+    reclaim();
     if (!account_lock())
         return UINT64_MAX;
-    reclaim();
     uint64_t total = load(&state->total);
     account_unlock();
     return total;

@@ -26,8 +26,9 @@
 #include "limiter.h"
 #include "hooks.h"
 
-#define PERIOD_NS 40000000
+#define PERIOD_NS 20000000
 #define DRAIN_LIMIT_NS INT64_C(2000000000)
+#define CREDIT_BOUND_NS INT64_C(1000000000000)
 #define NAP_MIN_NS 20000
 #define NAP_MAX_NS 5000000
 #define LANES 64
@@ -66,14 +67,18 @@ static void nap(int64_t ns) {
 
 static int64_t full_credit(void) { return (int64_t)account_limits()->cores_pct * PERIOD_NS / 100; }
 
-/* With the shared lock held. */
-static int64_t refill(struct state *state, int64_t now) {
+/* Adds what the clock gave, takes `taken`, and only then cuts off at the full credit: a long kernel
+ * pays with what came in while it ran. With the shared lock held. */
+static int64_t update_credit(struct state *state, int64_t now, int64_t taken) {
     int64_t credit = atomic_load_explicit(&state->credit_ns, memory_order_relaxed);
+    if (credit < -CREDIT_BOUND_NS || credit > CREDIT_BOUND_NS) /* the file can be written by anybody */
+        credit = -CREDIT_BOUND_NS;
     int64_t since = now - atomic_load_explicit(&state->credit_at_ns, memory_order_relaxed);
-    if (since > INT64_C(1000000000000) || since < 0) /* the first time, or another clock */
-        credit = full_credit();
+    if (since > CREDIT_BOUND_NS || since < 0) /* the first time, or another clock */
+        credit = BUSY_BUCKET_NS;
     else
         credit += since * account_limits()->cores_pct / 100;
+    credit -= taken;
     if (credit > full_credit())
         credit = full_credit();
     atomic_store_explicit(&state->credit_ns, credit, memory_order_relaxed);
@@ -85,7 +90,7 @@ static int64_t credit_now(void) {
     struct state *state = account_state();
     if (!account_lock())
         return -1;
-    int64_t credit = refill(state, now_ns());
+    int64_t credit = update_credit(state, now_ns(), 0);
     account_unlock();
     return credit;
 }
@@ -127,7 +132,6 @@ static int64_t spend(int64_t from, int64_t until) {
     if (until <= from || last <= first || !account_lock())
         return from;
     int64_t now = now_ns();
-    refill(state, now);
     uint64_t head = atomic_load_explicit(&state->busy_head, memory_order_relaxed);
     uint64_t newest = (uint64_t)now / BUSY_BUCKET_NS + 1;
     if (newest > head) {
@@ -142,8 +146,7 @@ static int64_t spend(int64_t from, int64_t until) {
     }
     fresh += mark(state, first, last);
     int64_t taken = (int64_t)fresh * BUSY_BUCKET_NS;
-    atomic_store_explicit(&state->credit_ns,
-                          atomic_load_explicit(&state->credit_ns, memory_order_relaxed) - taken, memory_order_relaxed);
+    (void)update_credit(state, now, taken);
     atomic_store_explicit(&state->busy_ns,
                           atomic_load_explicit(&state->busy_ns, memory_order_relaxed) + (uint64_t)taken,
                           memory_order_relaxed);

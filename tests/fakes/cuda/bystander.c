@@ -1,11 +1,10 @@
 /* A program that has nothing to do with CUDA, linked to neighbour.c's library. */
 #include <dlfcn.h>
 #include <stdio.h>
-#include <stdlib.h>
+#include <unistd.h>
 
-int main(int count, char **arguments) {
-    printf("%d %s %s\n", atoi(count > 1 ? arguments[1] : "7"),
-           dlsym(RTLD_DEFAULT, "cuMemAlloc_v2") == NULL ? "no-cuda" : "cuda",
+int main(void) {
+    printf("%d %s %s\n", getpagesize(), dlsym(RTLD_DEFAULT, "cuMemAlloc_v2") == NULL ? "no-cuda" : "cuda",
            dlsym(RTLD_DEFAULT, "printf") != NULL ? "printf" : "no-printf");
     return 0;
 }

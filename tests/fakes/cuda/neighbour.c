@@ -1,7 +1,8 @@
-/* A library as others are: it wraps atoi and finds the next one with RTLD_NEXT. */
+/* A library as others are: it wraps getpagesize and finds the next one with RTLD_NEXT. */
 #include <dlfcn.h>
+#include <unistd.h>
 
-int atoi(const char *text) {
-    int (*next)(const char *) = (int (*)(const char *))dlsym(RTLD_NEXT, "atoi");
-    return next(text) + 1000;
+int getpagesize(void) {
+    int (*next)(void) = (int (*)(void))dlsym(RTLD_NEXT, "getpagesize");
+    return next() + 1;
 }

@@ -66,8 +66,8 @@ def tools(variant: str = "plain") -> Tools:
     """Builds what is not built yet; raises CalledProcessError with the compiler's words on stderr."""
     cc = compiler()
     assert cc is not None
-    digest = hashlib.sha256(repr((SANITIZERS[variant], COMPILE_FLAGS, LINK_FLAGS, WARNINGS)).encode())
-    for source in sorted([*HERE.glob("*.c"), *SOURCE_DIR.glob("*.[ch]")]):
+    digest = hashlib.sha256(repr((COMPILE_FLAGS, LINK_FLAGS)).encode())
+    for source in sorted([Path(__file__), *HERE.glob("*.c"), *SOURCE_DIR.glob("*.[ch]")]):
         digest.update(source.read_bytes())
     home = HERE / "build" / f"{variant}-{digest.hexdigest()[:16]}"
     if not home.is_dir():
@@ -100,13 +100,13 @@ def _make(cc: str, out: Path, flags: tuple[str, ...]) -> None:
     driver = out / "libcuda.so.1"
     commands: list[list[str]] = [
         [*own, *flags, *(f for f in LINK_FLAGS if not (f == "-Wl,-z,defs" and "-O1" in flags)),
-         '-DLIMITER_DIR="."', "-o", str(out / "libedgeagent-limiter.so"), *limiter, "-ldl"],
+         '-DLIMITER_DIR="."', "-DLOCK_GIVE_UP_NS=1500000000LL", "-o", str(out / "libedgeagent-limiter.so"), *limiter, "-ldl"],
         [*WARNINGS, *flags, "-fPIC", "-shared", "-fvisibility=hidden", "-Wl,-Bsymbolic",
          "-Wl,-soname,libcuda.so.1", "-o", str(driver), str(HERE / "libcuda.c"), "-lpthread"],
         [*WARNINGS, *flags, "-o", str(out / "drive"), str(HERE / "drive.c"), "-ldl", "-lpthread"],
         [*WARNINGS, *flags, "-DLINKED", "-o", str(out / "drive-linked"), str(HERE / "drive.c"), str(driver),
          "-ldl", "-lpthread"],
-        [*WARNINGS, *flags, "-fPIC", "-shared", "-o", str(out / "libneighbour.so"), str(HERE / "neighbour.c"),
+        [*WARNINGS, *flags, "-fPIC", "-shared", "-Wl,-soname,libneighbour.so", "-o", str(out / "libneighbour.so"), str(HERE / "neighbour.c"),
          "-ldl"],
         [*WARNINGS, *flags, "-o", str(out / "bystander"), str(HERE / "bystander.c"),
          str(out / "libneighbour.so"), "-Wl,-rpath,$ORIGIN", "-ldl"],

@@ -1,0 +1,74 @@
+"""What the limiter costs a program, and how well it keeps a percentage, on the stand-in driver.
+
+`main()` prints one JSON object: nanoseconds per allocation pair and per launch with and without the
+library, alternately in one run (medians), and the busy percentage reached for each asked percentage
+and kernel length. Nothing of it ran on a GPU: it is the library's own cost, to which the driver's adds.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.fakes.cuda import Box, compiler, tools
+
+ROUNDS = 7
+CALLS = 200_000
+PAIR_TARGET_NS, LAUNCH_TARGET_NS = 200.0, 100.0
+PERCENTAGES = (10, 30, 50, 80)
+KERNELS_US = (200, 2000, 30000)
+SPIN_MS = 2000
+
+
+def overhead(box: Box) -> dict[str, float]:
+    """Medians over ROUNDS of a process without and one with the library, in turn."""
+    seen: dict[bool, list[tuple[float, ...]]] = {False: [], True: []}
+    for _ in range(ROUNDS):
+        for preload in (False, True):
+            box.limit(1024)
+            seen[preload].append(
+                box.run("dlsym", "init", "ctx", f"bench:{CALLS}", preload=preload)[-1].values
+            )
+    (pair, launch), (pair_with, launch_with) = (
+        tuple(statistics.median(column) for column in zip(*seen[preload], strict=True))
+        for preload in (False, True)
+    )
+    return {
+        "alloc_pair_ns_without": round(pair, 1),
+        "alloc_pair_ns_with": round(pair_with, 1),
+        "alloc_pair_overhead_ns": round(pair_with - pair, 1),
+        "alloc_pair_target_ns": PAIR_TARGET_NS,
+        "launch_ns_without": round(launch, 1),
+        "launch_ns_with": round(launch_with, 1),
+        "launch_overhead_ns": round(launch_with - launch, 1),
+        "launch_target_ns": LAUNCH_TARGET_NS,
+    }
+
+
+def accuracy(box: Box) -> list[dict[str, float]]:
+    """Busy percentage of the time-line for each asked percentage and kernel length, one process."""
+    rows = []
+    for asked in PERCENTAGES:
+        for us in KERNELS_US:
+            box.limit(1024, cores_pct=asked)
+            line = box.run("dlsym", "init", "ctx", "stream", f"spin:{us}:{SPIN_MS}")[-1]
+            rows.append({"asked_pct": asked, "kernel_us": us, "reached_pct": line.values[0]})
+    return rows
+
+
+def main() -> int:
+    if compiler() is None:
+        print(json.dumps({"skipped": "no C compiler"}))
+        return 0
+    with tempfile.TemporaryDirectory(prefix="limiter-bench-") as directory:
+        box = Box(Path(directory), tools())
+        result = {"overhead": overhead(box), "duty_cycle": accuracy(box)}
+    print(json.dumps(result, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
