@@ -11,12 +11,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from edgeagent.errors import GpuError
 from edgeagent.gpus import tegra_files, tegra_sources
 from edgeagent.gpus.jetson import UNKNOWN, JetsonFacts, detect, read_facts
-from edgeagent.gpus.jtop import SecondSource
 from edgeagent.gpus.model import (
     Gpu,
     GpuEvent,
@@ -29,6 +28,9 @@ from edgeagent.gpus.model import (
 )
 from edgeagent.gpus.sweep import Sweep, read_file
 from edgeagent.hostroot import HostRoot
+
+if TYPE_CHECKING:  # brings multiprocessing along: 4.5 MB
+    from edgeagent.gpus.jtop import SecondSource
 
 log = logging.getLogger(__name__)
 
