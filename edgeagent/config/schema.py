@@ -203,7 +203,8 @@ class LimiterConfig:
     overhead_mib: int = key(
         0, low=0, high=4096, yaml="overheadMiB", doc="Charged per process for what cannot be seen."
     )
-    library_dir: str = key("/usr/local/lib/edgeagent", doc="Host directory the built library is copied to.")
+    # Not below /usr, which is read-only on some systems and to the service everywhere.
+    library_dir: str = key("/var/lib/edgeagent/lib", doc="Host directory the built library is copied to.")
 
 
 @dataclass(frozen=True, slots=True)
