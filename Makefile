@@ -1,5 +1,5 @@
 # Each target makes .venv first where it is missing; nothing has to be installed by hand.
-.PHONY: help venv demo test lint bench format protos clean
+.PHONY: help venv demo test lint bench format protos bundle clean
 .DEFAULT_GOAL := help
 
 VENV := .venv/bin
@@ -38,6 +38,9 @@ format: .venv/installed-for ## format and fix
 
 protos: .venv/installed-for ## regenerate edgeagent/kubelet/protos from its .proto files
 	$(VENV)/python tools/make_protos.py
+
+bundle: .venv/installed-for ## bundles for installing without a network, one per architecture, in dist/
+	tools/make-bundle.sh $(ARGS)
 
 clean: ## remove what was built
 	rm -rf .venv .cache build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
