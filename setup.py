@@ -19,13 +19,14 @@ PACKAGE = "edgeagent/isolation/limiter"
 class BuildWithLimiter(build_py):
     def run(self):
         super().run()
-        if getattr(self, "editable_mode", False) or os.environ.get("EDGEAGENT_LIMITER") == "prebuilt":
+        if getattr(self, "editable_mode", False):
             return
         script = Path(__file__).parent / PACKAGE / "build.py"
         spec = importlib.util.spec_from_file_location("edgeagent_limiter_build", script)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        built, missing = module.build_all(Path(self.build_lib) / PACKAGE)
+        keep = os.environ.get("EDGEAGENT_LIMITER") == "prebuilt"
+        built, missing = module.build_all(Path(self.build_lib) / PACKAGE, keep=keep)
         for path in built.values():
             self.announce(f"built {path}", level=2)
         for sentence in missing:

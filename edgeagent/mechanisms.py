@@ -8,6 +8,7 @@ from edgeagent.gpus.model import CgroupMemoryLimiter
 from edgeagent.hostroot import HostRoot
 from edgeagent.isolation.backend import IsolationBackend
 from edgeagent.isolation.hami_core import HamiCoreBackend
+from edgeagent.isolation.limiter_backend import LimiterBackend
 from edgeagent.isolation.nvgpu_sched import NvgpuSchedBackend
 from edgeagent.isolation.nvml_cgroup import NvmlCgroupBackend
 
@@ -17,6 +18,7 @@ def isolation_backends(
 ) -> list[IsolationBackend]:
     """`limiter`: the driver's memory limits per cgroup, where NVML has them."""
     backends: list[IsolationBackend] = [
+        LimiterBackend(config.isolation.limiter, host, config.run_dir),
         NvgpuSchedBackend(host),
         HamiCoreBackend(config.isolation.hami_core.library, host, config.state_dir),
     ]

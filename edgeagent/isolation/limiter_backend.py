@@ -283,7 +283,7 @@ class LimiterBackend:
         and must be in the state file. Before any uses the GPU: some process has it mapped."""
         inodes = self._installed_inodes()
         if not running.gpu_pids:
-            return self._evidence_before_use(running, inodes)
+            return self._evidence_before_use(share, running, inodes)
         state = self.state(share)
         for pid in running.gpu_pids:
             reason, text = self._missing(pid, inodes, state)
@@ -295,13 +295,19 @@ class LimiterBackend:
             Level.COOPERATIVE, self.name, f"mapped and accounted in {count} of {count} GPU processes{used}"
         )
 
-    def _evidence_before_use(self, running: RunningContainer, inodes: frozenset[int]) -> AxisLevel:
+    def _evidence_before_use(
+        self, share: ShareToEnforce, running: RunningContainer, inodes: frozenset[int]
+    ) -> AxisLevel:
+        """Also for a driver that lists no processes (Orin): then the account says who uses the GPU."""
         mapped = [pid for pid in running.pids if self._mapped(self._maps(pid), inodes)]
         if mapped:
+            state = self.state(share)
+            accounted = 0 if state is None else sum(self._accounted(pid, state) for pid in mapped)
             return AxisLevel(
                 Level.COOPERATIVE,
                 self.name,
-                f"mapped in {len(mapped)} of {len(running.pids)} processes; none uses the GPU yet",
+                f"mapped in {len(mapped)} of {len(running.pids)} processes, {accounted} of them accounted; "
+                "the driver lists none",
             )
         for pid in running.pids:
             reason, text = self._missing(pid, inodes, None)

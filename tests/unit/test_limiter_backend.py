@@ -384,7 +384,10 @@ def test_before_any_process_uses_the_gpu(host: Host, prepared: LimiterBackend) -
     host.process(500, mapped=host.library().stat().st_ino)
     level = prepared.evidence(share(), running(500, gpu=()), Axis.MEMORY)
     assert level.level is Level.COOPERATIVE
-    assert "none uses the GPU yet" in level.evidence
+    assert level.evidence == "mapped in 1 of 1 processes, 0 of them accounted; the driver lists none"
+    host.account(7)
+    level = prepared.evidence(share(), running(500, gpu=()), Axis.MEMORY)
+    assert level.evidence == "mapped in 1 of 1 processes, 1 of them accounted; the driver lists none"
 
 
 def test_a_process_that_ended_meanwhile_is_not_held_against_it(host: Host, prepared: LimiterBackend) -> None:
