@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -85,44 +86,41 @@ class ShareWatch:
                     if reading.fault is None
                     else GpuUsage(share.gpu.uuid, None)
                 )
+        sharers = Counter((share.pod_uid, share.gpu.uuid) for share in shares)
         seen: dict[Key, ShareSight] = {}
         watched: list[WatchedUse] = []
         for share in shares:
             usage = usages[share.gpu.uuid]
-            running = self._running(share, usage)
-            use = usage.of(share.pod_uid, share.container)
+            containers = self._cgroups.containers(share.pod_uid)
+            container_id = self._container_id(share, containers)
+            use = _use(share, usage, container_id, alone=sharers[share.pod_uid, share.gpu.uuid] == 1)
+            # A list without the container's processes means it uses nothing; no list means nobody knows.
+            used_mib = use.used_mib if use is not None else (0.0 if usage.host is not None else None)
+            running = RunningContainer(
+                container_id,
+                self._cgroups.container_dir(share.pod_uid, container_id) if container_id else None,
+                containers.get(container_id, ()) if container_id else (),
+                use.pids if use is not None else (),
+                used_mib,
+                use.mps_pids if use is not None else frozenset(),
+            )
             seen[share.pod_uid, share.container] = ShareSight(
                 self._isolation.observe(share, running), use, bool(running.pids)
             )
-            # A list without the container's processes means it uses nothing; no list means nobody knows.
-            listed = usage.host is not None
             watched.append(
                 WatchedUse(
                     share.pod_uid,
                     share.container,
                     share.gpu.uuid,
                     share.memory_mib,
-                    use.used_mib if use is not None else (0.0 if listed else None),
+                    used_mib,
                     use.processes if use is not None else (),
-                    use.mps_pids if use is not None else frozenset(),
+                    running.mps_pids,
                 )
             )
         with self._lock:
             self._seen = seen
         return watched
-
-    def _running(self, share: ShareToEnforce, usage: GpuUsage) -> RunningContainer:
-        containers = self._cgroups.containers(share.pod_uid)
-        container_id = self._container_id(share, containers)
-        use = usage.of(share.pod_uid, share.container)
-        pids = containers.get(container_id, ()) if container_id else ()
-        return RunningContainer(
-            container_id,
-            self._cgroups.container_dir(share.pod_uid, container_id) if container_id else None,
-            pids,
-            use.pids if use is not None else (),
-            use.used_mib if use is not None else None,
-        )
 
     def _container_id(self, share: ShareToEnforce, containers: Mapping[str, tuple[int, ...]]) -> str | None:
         """Which of the pod's container ids is the share's: by its log's name, else by the share's own
@@ -137,3 +135,17 @@ class ShareWatch:
                 if mark in environ.split(b"\0"):
                     return container_id
         return None
+
+
+def _use(
+    share: ShareToEnforce, usage: GpuUsage, container_id: str | None, *, alone: bool
+) -> ContainerUse | None:
+    """What the share's container uses. `alone`: no other container of its pod has a share of this GPU,
+    so whatever the pod uses without a known container is its own."""
+    exact = [c for c in usage.containers if c.pod_uid == share.pod_uid and c.container_id == container_id]
+    if container_id is not None and exact:
+        return exact[0]
+    use = usage.of(share.pod_uid, share.container)
+    if use is not None and (alone or use.container == share.container):
+        return use
+    return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from edgeagent.gpus.model import Gpu
 from edgeagent.isolation.levels import Axis, AxisLevel, Level
@@ -14,7 +14,9 @@ from edgeagent.node.cdi import ContainerEdits
 class ShareToEnforce:
     """One container's share. `memory_mib` is the limit in MiB; `cores_pct` None: compute uncapped.
     `pod_cgroup` is the pod's cgroup directory on the host (`/sys/fs/cgroup/kubepods.slice/…`), or
-    None where it was not found."""
+    None where it was not found. Where binding is early a share is prepared twice: in Allocate, when
+    neither pod nor cores are known yet (`pod_uid` ""), for what the container is given; and when it
+    starts, for the limits."""
 
     pod_uid: str
     container: str
@@ -23,6 +25,11 @@ class ShareToEnforce:
     memory_mib: int
     cores_pct: int | None
     pod_cgroup: str | None = None
+
+    @property
+    def early(self) -> bool:
+        """It is not known yet for which container this is."""
+        return not self.pod_uid
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +40,8 @@ class RunningContainer:
     cgroup: str | None
     pids: tuple[int, ...]
     gpu_pids: tuple[int, ...] = ()  # those the driver lists on the share's GPU
-    used_mib: float | None = None
+    used_mib: float | None = None  # 0.0: the driver lists none of its processes; None: it lists nothing
+    mps_pids: frozenset[int] = frozenset()  # of gpu_pids: clients of an MPS daemon
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +73,15 @@ class IsolationBackend(Protocol):
         """What supports the claim for this container now; a lower level with a reason otherwise."""
 
     def release(self, share: ShareToEnforce) -> None:
-        """After the container's end: takes back files and limits. Idempotent."""
+        """After the container's end: takes back files and limits. Idempotent, and called also for
+        shares that this mechanism never prepared."""
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class AdoptsShares(Protocol):
+    """A mechanism that must know of shares whose containers were started before this agent was."""
+
+    def adopt(self, share: ShareToEnforce) -> None:
+        """The share is in force already. Called before anything is prepared or released."""

@@ -17,6 +17,7 @@ from edgeagent.isolation.backend import ProbeResult, RunningContainer, ShareToEn
 from edgeagent.isolation.levels import Axis, AxisLevel, Level
 from edgeagent.node.cdi import ContainerEdits, Mount
 
+MAPS_MAX_BYTES = 8 << 20
 LIBRARY_IN_CONTAINER = "/usr/local/vgpu/libvgpu.so"
 CACHE_IN_CONTAINER = "/tmp/vgpu"  # noqa: S108 - where HAMi-core's documentation puts it
 
@@ -45,7 +46,7 @@ class HamiCoreBackend:
     def prepare(self, share: ShareToEnforce, axes: frozenset[Axis]) -> ContainerEdits:
         if self._library is None:
             raise IsolationError("isolation.hamiCore.library names no libvgpu.so")
-        directory = f"{self._state_dir}/{share.pod_uid}_{share.container}"
+        directory = f"{self._state_dir}/{share.share}"
         preload = f"{directory}/ld.so.preload"
         cache = f"{directory}/vgpu"
         try:
@@ -68,18 +69,26 @@ class HamiCoreBackend:
         return ContainerEdits(env=env, mounts=mounts)
 
     def evidence(self, share: ShareToEnforce, running: RunningContainer, axis: Axis) -> AxisLevel:
-        """The library must be mapped in every process of the container that uses the GPU."""
-        if not running.gpu_pids:
-            return AxisLevel(Level.NONE, self.name, reason="no_gpu_use_yet")
-        for pid in running.gpu_pids:
-            maps = self._host.read_text(f"/proc/{pid}/maps", 1 << 20) or ""
-            if LIBRARY_IN_CONTAINER not in maps:
-                return AxisLevel(Level.NONE, self.name, f"not mapped in process {pid}", "not_preloaded")
-        return AxisLevel(Level.COOPERATIVE, self.name, f"mapped in {len(running.gpu_pids)} processes")
+        """The library must be mapped in every process of the container that uses the GPU; while none
+        does, in any."""
+        mapped = [pid for pid in running.gpu_pids or running.pids if self._mapped(pid)]
+        if running.gpu_pids:
+            missing = [pid for pid in running.gpu_pids if pid not in mapped]
+            if missing:
+                return AxisLevel(
+                    Level.NONE, self.name, f"not mapped in process {missing[0]}", "not_preloaded"
+                )
+            return AxisLevel(Level.COOPERATIVE, self.name, f"mapped in {len(mapped)} GPU processes")
+        if mapped:
+            return AxisLevel(Level.COOPERATIVE, self.name, "mapped; no process uses the GPU yet")
+        return AxisLevel(Level.NONE, self.name, reason="no_gpu_use_yet")
+
+    def _mapped(self, pid: int) -> bool:
+        return LIBRARY_IN_CONTAINER in (self._host.read_text(f"/proc/{pid}/maps", MAPS_MAX_BYTES) or "")
 
     def release(self, share: ShareToEnforce) -> None:
         # rmtree does not follow links: the container could write below this directory.
-        directory = self._host.path(f"{self._state_dir}/{share.pod_uid}_{share.container}")
+        directory = self._host.path(f"{self._state_dir}/{share.share}")
         shutil.rmtree(directory, ignore_errors=True)
 
     def close(self) -> None: ...

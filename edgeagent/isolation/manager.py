@@ -14,7 +14,13 @@ from dataclasses import dataclass
 
 from edgeagent.errors import IsolationError
 from edgeagent.gpus.model import Gpu
-from edgeagent.isolation.backend import IsolationBackend, ProbeResult, RunningContainer, ShareToEnforce
+from edgeagent.isolation.backend import (
+    AdoptsShares,
+    IsolationBackend,
+    ProbeResult,
+    RunningContainer,
+    ShareToEnforce,
+)
 from edgeagent.isolation.levels import NO_LIMIT, Axis, AxisLevel, Level, Levels
 from edgeagent.node.cdi import ContainerEdits
 
@@ -27,6 +33,9 @@ LOSS_POLLS = 2  # evidence missing this often in a row lowers the level
 _PREFERENCE = ("nvml-cgroup", "mps", "limiter", "hami-core", "nvgpu-sched")
 # Chosen by `auto` only when allowed (a client's fault hits its neighbours) or supplied (hami-core).
 _OPT_IN = frozenset({"mps", "hami-core"})
+
+# Reasons why there is nothing to be seen, which is not the loss of what was seen.
+_NOTHING_TO_SEE = frozenset({"no_gpu_use_yet", "use_not_seen", "not_running"})
 
 LevelListener = Callable[[ShareToEnforce, Axis, AxisLevel, AxisLevel], None]
 
@@ -123,7 +132,7 @@ class IsolationManager:
                 for backend in self._backends:
                     if axis not in backend.axes or not self._worth_probing(backend, wanted):
                         continue
-                    probes.append((backend, backend.probe(gpu, axis)))
+                    probes.append((backend, self._try(backend, gpu, axis)))
             choice = choose(
                 axis, wanted, probes, fallback=self._fallback, allow_mps=self._allow_mps, watchdog=watchdog
             )
@@ -146,12 +155,18 @@ class IsolationManager:
         )  # fmt: skip
         return levels
 
+    @staticmethod
+    def _try(backend: IsolationBackend, gpu: Gpu, axis: Axis) -> ProbeResult:
+        try:
+            return backend.probe(gpu, axis)
+        except IsolationError as e:
+            return ProbeResult(Level.NONE, "", str(e))
+
     def _worth_probing(self, backend: IsolationBackend, wanted: str) -> bool:
-        if wanted == backend.name or (self._fallback and backend.name not in _OPT_IN):
+        if wanted == backend.name:
             return True
-        if wanted != "auto":
-            return False
-        return backend.name not in _OPT_IN or (backend.name == "mps" and self._allow_mps)
+        by_auto = backend.name not in _OPT_IN or (backend.name == "mps" and self._allow_mps)
+        return by_auto and (wanted == "auto" or self._fallback)
 
     def levels(self, gpu_uuid: str) -> Levels:
         """What the probes of a GPU support; NONE before it was probed."""
@@ -168,6 +183,12 @@ class IsolationManager:
             found = [c.problem for choices in self._choices.values() for c in choices.values() if c.problem]
         return tuple(dict.fromkeys(found))
 
+    def adopt(self, share: ShareToEnforce) -> None:
+        """A container that was started before this agent was, and has its limits."""
+        for backend in self._backends:
+            if isinstance(backend, AdoptsShares):
+                backend.adopt(share)
+
     def prepare(self, share: ShareToEnforce) -> ContainerEdits:
         """Everything that must be in place before the container starts. Raises IsolationError; waits
         a few seconds for a probe that is still under way."""
@@ -175,6 +196,7 @@ class IsolationManager:
             probing = self._probing.get(share.gpu.uuid)
         if probing is not None and not probing.wait(PROBE_WAIT_S):
             raise IsolationError("isolation of this GPU is still being probed; the start is tried again")
+        self._forget(share)  # what was seen of an earlier start says nothing about this one
         edits = ContainerEdits()
         for backend, axes in self._in_charge(share):
             edits = edits.merged(backend.prepare(share, axes))
@@ -183,7 +205,7 @@ class IsolationManager:
     def _in_charge(self, share: ShareToEnforce) -> list[tuple[IsolationBackend, frozenset[Axis]]]:
         with self._lock:
             choices = dict(self._choices.get(share.gpu.uuid, {}))
-        if share.cores_pct is None:
+        if share.cores_pct is None and not share.early:
             choices.pop(Axis.COMPUTE, None)
         found: dict[str, tuple[IsolationBackend, set[Axis]]] = {}
         for axis, choice in choices.items():
@@ -206,14 +228,12 @@ class IsolationManager:
             return NO_LIMIT
         if choice.backend is None:
             return self._watched(choice.level, running)
-        now = choice.backend.evidence(share, running, axis)
-        if now.level is Level.NONE and axis is Axis.MEMORY and running.used_mib is not None:
-            # The mechanism is not seen, but use is: it can still be acted on.
-            now = AxisLevel(Level.REACTIVE, "watchdog", now.evidence, now.reason)
+        now = self._evidence(choice.backend, share, running, axis)
         key = (share.pod_uid, share.container, axis)
         with self._lock:
             seen = self._seen.get(key)
-            if seen is None or now.level.strength >= seen.level.level.strength:
+            quiet = not running.pids or now.reason in _NOTHING_TO_SEE
+            if seen is None or quiet or now.level.strength >= seen.level.level.strength:
                 self._seen[key] = _Seen(now)
                 return now
             seen.missing += 1
@@ -229,6 +249,19 @@ class IsolationManager:
         return now
 
     @staticmethod
+    def _evidence(
+        backend: IsolationBackend, share: ShareToEnforce, running: RunningContainer, axis: Axis
+    ) -> AxisLevel:
+        try:
+            now = backend.evidence(share, running, axis)
+        except IsolationError as e:
+            now = AxisLevel(Level.NONE, backend.name, str(e), "evidence_failed")
+        if now.level is Level.NONE and axis is Axis.MEMORY and running.used_mib is not None:
+            # The mechanism is not seen, but use is: it can still be acted on.
+            now = AxisLevel(Level.REACTIVE, "watchdog", now.evidence, now.reason)
+        return now
+
+    @staticmethod
     def _watched(level: AxisLevel, running: RunningContainer) -> AxisLevel:
         if level.level is Level.REACTIVE and running.used_mib is None:
             return AxisLevel(Level.NONE, level.mechanism, reason="use_not_seen")
@@ -236,12 +269,15 @@ class IsolationManager:
 
     def release(self, share: ShareToEnforce) -> None:
         """After the container's end. A mechanism that cannot clean up is logged, and does not keep
-        the others from it."""
-        for backend, _ in self._in_charge(share):
+        the others from it. All are told: the choice may have been another one at its start."""
+        for backend in self._backends:
             try:
                 backend.release(share)
             except IsolationError as e:
                 log.warning("isolation not taken back mechanism=%s error=%s", backend.name, e)
+        self._forget(share)
+
+    def _forget(self, share: ShareToEnforce) -> None:
         with self._lock:
             for axis in Axis:
                 self._seen.pop((share.pod_uid, share.container, axis), None)

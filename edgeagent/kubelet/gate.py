@@ -72,6 +72,8 @@ _GRANT_UID = "grant"  # pod UID of bookings made in Allocate (early binding)
 class Isolation(Protocol):
     """isolation.manager.IsolationManager, as far as the gate needs it."""
 
+    def adopt(self, share: ShareToEnforce) -> None: ...
+
     def prepare(self, share: ShareToEnforce) -> ContainerEdits: ...
 
     def release(self, share: ShareToEnforce) -> None: ...
@@ -543,6 +545,8 @@ class Gate:
         share = self._share(booking, gpu)
         if previous is not None and previous.share is not None and previous.share.gpu.uuid != gpu.uuid:
             self._isolation.release(previous.share)
+        for ended in self._superseded(key):
+            self._isolation.release(ended)
         try:
             edits = self._isolation.prepare(share)
         except IsolationError as e:
@@ -570,6 +574,23 @@ class Gate:
             start.began_s = self._clock()
             self._count("binds_total")
         return start
+
+    def _superseded(self, key: ContainerKey) -> list[ShareToEnforce]:
+        """Shares of the pod's containers that ended and whose tokens others took over: their limits
+        count no longer, and the next may have files by the same name."""
+        found = []
+        with self._lock:
+            for other, start in self._starts.items():
+                booking = self._ledger.booking(other)
+                if (
+                    other.pod_uid == key.pod_uid
+                    and other != key
+                    and start.share is not None
+                    and (booking is None or booking.retired)
+                ):
+                    found.append(start.share)
+                    start.share = None
+        return found
 
     def _share(self, booking: Booking, gpu: Gpu) -> ShareToEnforce:
         name = booking.demand.share_name
@@ -719,6 +740,9 @@ class Gate:
                     self._share(booked, gpu) if booked is not None and gpu is not None else None,
                     _spec_names(demand),
                 )
+            shares = [start.share for start in self._starts.values() if start.share is not None]
+        for share in shares:
+            self._isolation.adopt(share)
         names = {name for start in self._starts.values() for name in start.files}
         self._remove_specs(name for name in self._specs.names(SHARE_CLASS) if name not in names)
         self._save()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from edgeagent.errors import IsolationError
 from edgeagent.gpus.model import Gpu, GpuKind
 from edgeagent.isolation.backend import ProbeResult, RunningContainer, ShareToEnforce
 from edgeagent.isolation.levels import Axis, AxisLevel, Level
@@ -159,3 +160,110 @@ def test_release_reaches_every_mechanism_in_charge() -> None:
     m = manager(a, b)
     m.release(SHARE)
     assert (a.released, b.released) == (1, 1)
+
+
+def lossy() -> tuple[Mechanism, IsolationManager, list[Level]]:
+    lost: list[Level] = []
+    mechanism = Mechanism("limiter", Level.COOPERATIVE, seen=AxisLevel(Level.COOPERATIVE, "limiter"))
+    m = IsolationManager(
+        [mechanism], memory="auto", compute="none", fallback=False, allow_mps=False,
+        on_level_lost=lambda share, axis, before, now: lost.append(now.level),
+    )  # fmt: skip
+    m.probe(GPU, watchdog=True)
+    assert m.observe(SHARE, running(0.0)).memory.level is Level.COOPERATIVE
+    return mechanism, m, lost
+
+
+@pytest.mark.parametrize(
+    ("pids", "seen"),
+    [
+        pytest.param((), AxisLevel(Level.NONE, "limiter", reason="not_preloaded"), id="no process any more"),
+        pytest.param(
+            (1,), AxisLevel(Level.NONE, "limiter", reason="no_gpu_use_yet"), id="GPU not in use now"
+        ),
+    ],
+)
+def test_a_container_that_ends_or_leaves_the_gpu_alone_has_lost_nothing(
+    pids: tuple[int, ...], seen: AxisLevel
+) -> None:
+    mechanism, m, lost = lossy()
+    mechanism.seen = seen
+    for _ in range(3):
+        assert m.observe(SHARE, RunningContainer(None, None, pids, (), 0.0)).memory.level is Level.REACTIVE
+    assert lost == []
+
+
+def test_a_new_start_is_judged_afresh() -> None:
+    """What was proved of the start before is neither claimed for the new one nor reported as lost."""
+    mechanism, m, lost = lossy()
+    m.prepare(SHARE)
+    mechanism.seen = AxisLevel(Level.NONE, "limiter", reason="musl_image")
+    level = m.observe(SHARE, running(1500.0)).memory
+    assert (level.level, level.mechanism, level.reason) == (Level.REACTIVE, "watchdog", "musl_image")
+    assert lost == []
+
+
+def test_early_binding_prepares_compute_before_the_cores_are_known() -> None:
+    limiter = Mechanism("limiter", Level.COOPERATIVE)
+    m = manager(limiter)
+    m.prepare(ShareToEnforce("", "", "m000000", GPU, 2000, None))
+    assert limiter.prepared == [BOTH]
+
+
+class Broken(Mechanism):
+    def probe(self, gpu: Gpu, axis: Axis) -> ProbeResult:
+        raise IsolationError("cannot even try")
+
+    def evidence(self, share: ShareToEnforce, running: RunningContainer, axis: Axis) -> AxisLevel:
+        raise IsolationError("state unreadable")
+
+    def release(self, share: ShareToEnforce) -> None:
+        raise IsolationError("cannot tidy up")
+
+
+def test_a_mechanism_that_fails_harms_nobody_else() -> None:
+    good = Mechanism("limiter", Level.COOPERATIVE)
+    m = manager(Broken("nvml-cgroup", Level.HARD), good)
+    assert m.levels(GPU.uuid).memory.mechanism == "limiter"
+    m.release(SHARE)
+    assert good.released == 1
+    half = Mechanism("nvml-cgroup", Level.HARD)
+    broken = Broken("nvml-cgroup", Level.HARD)
+    half.evidence = broken.evidence  # type: ignore[method-assign]
+    level = manager(half).observe(SHARE, running(5.0)).memory
+    assert (level.level, level.reason, level.evidence) == (
+        Level.REACTIVE,
+        "evidence_failed",
+        "state unreadable",
+    )
+
+
+def test_fallback_means_what_auto_would_choose() -> None:
+    probed: list[str] = []
+
+    class Watched(Mechanism):
+        def probe(self, gpu: Gpu, axis: Axis) -> ProbeResult:
+            probed.append(self.name)
+            return super().probe(gpu, axis)
+
+    every = [
+        Watched("limiter", Level.NONE),
+        Watched("mps", Level.HARD),
+        Watched("hami-core", Level.COOPERATIVE),
+    ]
+    m = manager(*every, memory="limiter", compute="none", fallback=True, allow_mps=True)
+    assert m.levels(GPU.uuid).memory.mechanism == "mps"
+    assert probed == ["limiter", "mps"], "hami-core is never chosen unless it is named"
+
+
+def test_running_containers_are_made_known_to_those_who_must_know() -> None:
+    @dataclass
+    class Remembers(Mechanism):
+        adopted: list[ShareToEnforce] = field(default_factory=list)
+
+        def adopt(self, share: ShareToEnforce) -> None:
+            self.adopted.append(share)
+
+    remembers = Remembers("nvml-cgroup", Level.HARD)
+    manager(remembers, Mechanism("limiter", Level.COOPERATIVE)).adopt(SHARE)
+    assert remembers.adopted == [SHARE]

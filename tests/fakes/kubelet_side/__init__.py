@@ -64,6 +64,10 @@ class RecordedIsolation:
     error: Exception | None = None
     prepared: list[ShareToEnforce] = field(default_factory=list)
     released: list[ShareToEnforce] = field(default_factory=list)
+    adopted: list[ShareToEnforce] = field(default_factory=list)
+
+    def adopt(self, share: ShareToEnforce) -> None:
+        self.adopted.append(share)
 
     def prepare(self, share: ShareToEnforce) -> ContainerEdits:
         if self.error is not None:
