@@ -14,7 +14,6 @@ broker's ReceiveMaximum). What was not acknowledged is sent again by its owner.
 from __future__ import annotations
 
 import logging
-import os
 import random
 import select
 import socket
@@ -44,7 +43,8 @@ MAX_MESSAGES = 64  # received and not yet looked at
 MAX_INCOMING_BYTES = 256 * 1024
 DEFAULT_PORTS = {"mqtt": 1883, "mqtts": 8883, "ws": 80, "wss": 443}
 _TAKEN_OVER = 0x8E
-_TOO_LARGE = 0x95
+# Unspecified error, implementation specific error, quota exceeded.
+_MAY_PASS = frozenset({0x80, 0x83, 0x97})
 # The broker blames the packet it just read: malformed, protocol error, too large, bad format, …
 _BLAMES_PACKET = frozenset({0x81, 0x82, 0x90, 0x95, 0x99, 0x9A, 0x9B})
 
@@ -143,10 +143,12 @@ class Disconnected:
 
 @dataclass(frozen=True, slots=True)
 class Acked:
-    """A PUBACK. `refused`: the broker's reason where it did not take the message."""
+    """A PUBACK. `refused`: the broker's reason where it did not take the message; `temporary`: the
+    reason may pass."""
 
     token: int
     refused: str | None
+    temporary: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -624,7 +626,8 @@ class Link:
         token = conn.tokens.pop(mid, None)
         if token is not None:
             conn.sent_s.pop(token, None)
-            self._deliver(Acked(token, str(code) if code.is_failure else None))
+            refused = str(code) if code.is_failure else None
+            self._deliver(Acked(token, refused, code.value in _MAY_PASS))
 
     def _on_message(self, client: paho.Client, conn: _Connection, message: paho.MQTTMessage) -> None:
         # QoS 1 is bounded by our ReceiveMaximum (the broker's inflight limit in 3.1.1); QoS 0 by nothing.
@@ -772,8 +775,3 @@ def _proxy_arguments(url: str) -> dict[str, Any]:
         "proxy_username": parts.username,
         "proxy_password": parts.password,
     }
-
-
-def default_client_id(node: str) -> str:
-    """The node's name: stable, and the certificate's name where there is one."""
-    return node or os.uname().nodename

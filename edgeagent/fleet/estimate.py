@@ -1,8 +1,9 @@
 """How many bytes the uplink costs: of one message, and of a month.
 
 Counted are IP packets, as a mobile operator counts them, both ways. The shares: IP and TCP headers
-with timestamps (52 bytes) on each of the four packets of a QoS 1 exchange, TLS 1.3 records (22 bytes
-each), MQTT headers and the topic. tests/bench/fleet_bench.py holds it against a measurement.
+with timestamps (52 bytes) on each of the three packets of a QoS 1 exchange (the PUBACK carries TCP's
+acknowledgement), TLS 1.3 records (22 bytes each), MQTT headers and the topic.
+tests/bench/fleet_bench.py holds it against a measurement.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ RECONNECTS_PER_DAY = 4
 DAYS = 30
 
 # Bodies, measured with tests/fakes/fleet/snapshots.py's node of 1 GPU and 4 pods (messages.sample).
-_ROW_BASE_BYTES = 110
+_ROW_BASE_BYTES = 100
 _ROW_GPU_BYTES = 270
-_ROW_POD_BYTES = 130
+_ROW_POD_BYTES = 100
 _ENVELOPE_BYTES = 230
 _COLUMN_BASE_BYTES = 190
 _COLUMN_GPU_BYTES = 150
 _COLUMN_POD_BYTES = 25
-_COLUMN_VALUE_BYTES = 2.1  # of one changing value in one sample, deflated
+_COLUMN_VALUE_BYTES = 1.5  # of one changing value in one sample, deflated
 _COLUMN_VALUES_PER_GPU = 7
 _COLUMN_VALUES_PER_POD = 2
 
@@ -65,7 +66,7 @@ def message_bytes(payload_bytes: int, topic_bytes: int = 40, *, tls: bool = True
     included. Large payloads take several packets."""
     publish = payload_bytes + topic_bytes + 8
     segments = max(1, -(-publish // 1400))
-    total = publish + PUBACK_BYTES + (2 * segments + 2) * IP_TCP_BYTES
+    total = publish + PUBACK_BYTES + (segments + 2) * IP_TCP_BYTES
     return total + (segments + 1) * TLS_RECORD_BYTES if tls else total
 
 
@@ -88,16 +89,19 @@ def monthly(config: FleetConfig, *, gpus: int = 1, pods: int = 4) -> Estimate:
     # On metered MQTT 5 links our own status does not come back to us.
     echoes = 1 if config.link == "metered" and config.protocol == "5" else 2
     state = seconds / status_seconds(config) * echoes * message_bytes(STATUS_BODY_BYTES, tls=tls)
-    alloc_bytes = 400 + gpus * 250 + pods * 330
-    state += DAYS * ALLOC_CHANGES_PER_DAY * message_bytes(alloc_bytes, tls=tls)
+    state += DAYS * ALLOC_CHANGES_PER_DAY * message_bytes(alloc_body_bytes(gpus, pods), tls=tls)
     events = DAYS * EVENTS_PER_DAY * message_bytes(600, tls=tls)
     # A ping goes only where nothing else went for a keepalive.
     silence = max(0.0, min(batch_s, status_seconds(config)) - keepalive_seconds(config))
-    ping = 2 * 2 + 4 * IP_TCP_BYTES + (2 * TLS_RECORD_BYTES if tls else 0)
+    ping = 2 * 2 + 3 * IP_TCP_BYTES + (2 * TLS_RECORD_BYTES if tls else 0)
     keepalive = seconds / keepalive_seconds(config) * ping if silence else 0
     birth = 3 * message_bytes(2500, tls=tls)
     connects = DAYS * RECONNECTS_PER_DAY * ((TLS_CONNECT_BYTES if tls else PLAIN_CONNECT_BYTES) + birth)
     return Estimate(int(telemetry), int(state), int(events), int(keepalive), int(connects))
+
+
+def alloc_body_bytes(gpus: int, pods: int) -> int:
+    return 400 + gpus * 250 + pods * 330
 
 
 def batch_seconds(config: FleetConfig) -> float | None:

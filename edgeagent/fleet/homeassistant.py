@@ -5,6 +5,7 @@ Home Assistant reads the values from `tele/m` and `status` by templates; nothing
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from edgeagent.fleet.messages import Body
@@ -23,10 +24,9 @@ def topic(topics: Topics) -> str:
     return f"homeassistant/device/{topics.site}-{topics.node}/config"
 
 
-def discovery(snap: NodeSnapshot, topics: Topics) -> Body:
-    """The device with its components. A GPU that is gone is left out; Home Assistant removes
-    components that a new message names without content, so `known` GPUs are the caller's to clear
-    by an empty message first."""
+def discovery(snap: NodeSnapshot, topics: Topics, former: Iterable[str] = ()) -> Body:
+    """The device with its components. `former`: keys of an earlier message; those of GPUs that are
+    gone are named without content, which is how Home Assistant removes them."""
     components: dict[str, Any] = {
         "health": {
             "p": "binary_sensor",
@@ -39,6 +39,8 @@ def discovery(snap: NodeSnapshot, topics: Topics) -> Body:
     }
     for gpu in snap.gpus:
         components.update(_gpu(gpu, topics))
+    for key in former:
+        components.setdefault(key, {"p": "sensor"})
     return {
         "dev": {
             "ids": [f"edgeagent_{topics.site}_{topics.node}"],

@@ -114,6 +114,7 @@ class Outbox:
         self._count = dict.fromkeys(MessageClass, 0)
         self._bytes = 0
         self._backlog_to = 0
+        self._dry = False  # the last look found no live row that was not leased
         self._last_id = 0
         self._next_memory_id = -1
         self._seq = 0
@@ -210,6 +211,7 @@ class Outbox:
         """What is stored now is backlog: `take_live` leaves it (but for critical rows) to
         `take_backlog`."""
         self._backlog_to = self._last_id
+        self._dry = False
 
     def is_backlog(self, row: Row) -> bool:
         return 0 < row.id <= self._backlog_to
@@ -221,7 +223,7 @@ class Outbox:
             return []
         rows = [r for r in self._memory.values() if r.id not in self._leased]
         rows.sort(key=lambda r: (r.cls is not MessageClass.CRITICAL, r.mono_ms, r.seq))
-        if self._db is not None and any(self._count.values()):
+        if self._db is not None and not self._dry:
             if self._count[MessageClass.CRITICAL]:
                 where = (
                     f"WHERE class = {MessageClass.CRITICAL:d} AND {self._not_leased()} ORDER BY id LIMIT ?"
@@ -233,6 +235,7 @@ class Outbox:
                     " ORDER BY id LIMIT ?",
                     (self._backlog_to, limit - len(rows)),
                 )
+            self._dry = len(rows) < limit
         return self._lease(rows[:limit])
 
     def take_backlog(self, limit: int) -> list[Row]:
@@ -261,6 +264,7 @@ class Outbox:
 
     def release(self, ids: Collection[int] | None = None) -> None:
         """They were not delivered (None: none of the leased ones): they will be taken again."""
+        self._dry = False
         if ids is None:
             self._leased.clear()
         else:
@@ -426,6 +430,7 @@ class Outbox:
             self._db.execute("INSERT OR REPLACE INTO meta VALUES ('seq', ?)", (str(start + SEQ_BLOCK),))
         self.id = str(found[0])
         self._seq, self._seq_reserved = start, start + SEQ_BLOCK
+        self._dry = False
         self._count = dict.fromkeys(MessageClass, 0)
         self._bytes = 0
         for cls, n, size in self._db.execute(
@@ -484,6 +489,7 @@ class Outbox:
         if self.problem is not None:
             log.info("outbox is writable again")
             self.problem = None
+        self._dry = False
         for row in rows:
             self._count[row.cls] += 1
             self._bytes += row.stored_bytes

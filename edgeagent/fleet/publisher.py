@@ -54,12 +54,16 @@ CORRECT_GAP_S = 10.0
 MAINTAIN_EVERY_S = 300.0
 RESTART_AFTER_S = (1.0, 60.0)
 MAX_HANDOVER = 1000
+DONE_LOT = 32
+FETCH_LOT = 64
+BUDGET_LOOK_S = 30.0
 MAX_BATCH = 360
 ENVELOPE_ROOM = 1024
 BACKLOG_IS_ROWS = 50  # after an outage shorter than BACKLOG_IS_S, fewer rows are sent as if live
 BACKLOG_IS_S = 60.0
 POISON_STRIKES = 3
 LEARN_ABOVE_BYTES = 2048
+REFUSAL_STRIKES = 6
 RIVALS_ARE_A_FIGHT = 2
 RIVAL_WINDOW_S = 600.0
 GOODBYE_S = 1.5
@@ -159,6 +163,8 @@ class Uplink:
         self._connection: _Connection | None = None
         self._retained = RetainedState()
         self._fetched: deque[Row] = deque()
+        self._fetched_backlog: deque[Row] = deque()
+        self._done: list[int] = []
         self._token = 0
         self._message_number = 0
         self._config_hash = ""
@@ -168,6 +174,7 @@ class Uplink:
         self._budget = ByteBudget(None if config.monthly_mb is None else int(config.monthly_mb * 1e6))
         self._backlog: TokenBucket | None = None
         self._backlog_from_s = 0.0
+        self._paused_until_s = 0.0
         self._corrected_s = 0.0
         self._began_ms = 0
         self._largest_bytes = messages.MAX_PAYLOAD_BYTES
@@ -249,16 +256,20 @@ class Uplink:
         """The uplink guards itself: a fault of its own must not take the device plugin with it. It
         is logged, and everything but the outbox begins anew."""
         pause_s = RESTART_AFTER_S[0]
-        while not stop.is_set():
+        while True:
             began_s = time.monotonic()
             try:
+                # Also when the stop came first: what was handed over before is to be kept.
                 self._serve(stop)
+                return
             except Exception as e:  # the uplink's guard: see above
                 log.exception("uplink failed; it starts again in %.0f s", pause_s)
                 self._problem = f"the uplink failed: {type(e).__name__}: {e}"
                 self._publish_state()
                 self._abandon()
-                stop.wait(pause_s)
+                if stop.wait(pause_s):
+                    self._close()
+                    return
                 quick = time.monotonic() - began_s < 2 * RESTART_AFTER_S[1]
                 pause_s = min(2 * pause_s, RESTART_AFTER_S[1]) if quick else RESTART_AFTER_S[0]
 
@@ -342,8 +353,16 @@ class Uplink:
             wait_s = min(wait_s, 5.0)
         if self._link is not None and self._link.messages:
             wait_s = min(wait_s, self._incoming.wait_s(now_s))
-        if self._connection is not None and self._backlog is not None:
-            wait_s = min(wait_s, max(self._backlog_from_s - now_s, self._backlog.wait_s(now_s)))
+        connection = self._connection
+        if connection is not None and now_s < self._paused_until_s:
+            wait_s = min(wait_s, self._paused_until_s - now_s)
+        elif (
+            connection is not None and self._backlog is not None and len(connection.in_flight) < self._window
+        ):
+            waits = [self._backlog_from_s - now_s, self._backlog.wait_s(now_s)]
+            if not self._budget.backlog_allowed(now.wall_ms):
+                waits.append(BUDGET_LOOK_S)
+            wait_s = min(wait_s, max(waits))
         return max(0.01, min(wait_s, 60.0))
 
     # -- the link ---------------------------------------------------------------------------------
@@ -361,7 +380,7 @@ class Uplink:
 
     def _take_link_events(self, now: Moment) -> None:
         link = self._link
-        done: list[int] = []
+        done = self._done
         while link is not None and link.inbox:
             event = link.inbox.popleft()
             match event:
@@ -370,17 +389,23 @@ class Uplink:
                 case Connected():
                     self._made_connection(event, now)
                 case Disconnected():
-                    self._flush_done(done)
+                    self._flush_done()
                     self._lost_connection(event, now)
                 case Subscribed(refused) if refused:
                     self._problem = f"the broker refuses subscriptions to {', '.join(refused)}"
                     log.warning("%s", self._problem)
-        self._flush_done(done)
+        # A delete costs a transaction; what a crash leaves undeleted is sent twice and can be told.
+        busy = self._connection is not None and self._connection.in_flight
+        if len(done) >= DONE_LOT or (done and not busy):
+            self._flush_done()
+        elif done:
+            self._due.setdefault("done", now.mono_ms / 1000 + 0.2)
 
-    def _flush_done(self, done: list[int]) -> None:
-        if done and self._outbox is not None:
-            self._outbox.done(done)
-        done.clear()
+    def _flush_done(self) -> None:
+        if self._done and self._outbox is not None:
+            self._outbox.done(self._done)
+        self._done.clear()
+        self._due.pop("done", None)
 
     def _made_connection(self, event: Connected, now: Moment) -> None:
         now_s = now.mono_ms / 1000
@@ -398,7 +423,7 @@ class Uplink:
         self._retained.connected()
         self._refresh(self._snapshot(), now, status=True)
         self._box.release()
-        self._fetched.clear()
+        self._forget_fetched()
         outage_s = now_s - self._disconnected_s
         if self._box.queued and (outage_s >= BACKLOG_IS_S or self._box.queued > BACKLOG_IS_ROWS):
             self._box.spill()
@@ -429,7 +454,7 @@ class Uplink:
                 "it is tried again when the time is known"
             )
         self._retained.disconnected()
-        self._fetched.clear()
+        self._forget_fetched()
         if self._outbox is not None:
             self._outbox.release()
             self._outbox.spill()
@@ -477,6 +502,8 @@ class Uplink:
             return
         connection.acks += 1
         self._last_ack_s = now.mono_ms / 1000
+        if event.refused is not None and event.temporary and self._try_again(sent, event.refused):
+            return
         if self._suspects:
             self._suspects.pop(_name(sent), None)
         if event.refused is not None:
@@ -489,6 +516,22 @@ class Uplink:
             self._retained.acknowledge(sent.topic, sent.version)
             if self._solo and self._retained.next_due() is None and not self._box.queued:
                 self._solo = False
+
+    def _try_again(self, sent: _InFlight, reason: str) -> bool:
+        """A refusal that may pass (quota, an error of the broker): everything waits a little, longer
+        each time. False when it did not pass."""
+        name = _name(sent)
+        strikes = self._suspects[name] = self._suspects.get(name, 0) + 1
+        if strikes >= REFUSAL_STRIKES:
+            return False
+        log.debug("broker refused for now topic=%s reason=%s strikes=%d", sent.topic, reason, strikes)
+        assert self._last_ack_s is not None
+        self._paused_until_s = self._last_ack_s + strikes**2
+        if sent.row is not None:
+            self._box.release([sent.row.id])
+        else:
+            self._retained.retry(sent.topic)
+        return True
 
     def _set_aside(self, sent: _InFlight, reason: str, now: Moment, *, poison: bool = False) -> None:
         if sent.row is not None:
@@ -661,6 +704,8 @@ class Uplink:
             snap = snap or self._snapshot()
             self._retained.want(self.topics.allocation, messages.allocation(snap))
             self._retained.want(self.topics.inventory, messages.inventory(snap))
+        if now_s >= self._due.get("done", now_s + 1):
+            self._flush_done()
         if now_s >= self._due["batch"] and self._batch_s is not None:
             self._due["batch"] = _next(self._due["batch"], self._batch_s, now_s)
             self._record_batch()
@@ -720,7 +765,10 @@ class Uplink:
         for topic, alert in wanted.items():
             self._retained.want(topic, alert)
         if self._config.home_assistant:
-            self._retained.want(homeassistant.topic(self.topics), homeassistant.discovery(snap, self.topics))
+            former = json.loads(self._box.get_meta("homeassistant") or "[]")
+            found = homeassistant.discovery(snap, self.topics, former)
+            if self._retained.want(homeassistant.topic(self.topics), found):
+                self._box.set_meta("homeassistant", json.dumps(sorted(found["cmps"])))
 
     def _figures(self, now: Moment) -> OutboxFigures:
         box = self._box
@@ -753,9 +801,9 @@ class Uplink:
     def _pump(self, now: Moment) -> None:
         """Fills the window."""
         connection, link = self._connection, self._link
-        if connection is None or link is None:
+        if connection is None or link is None or now.mono_ms / 1000 < self._paused_until_s:
             return
-        window = 1 if self._solo else connection.window
+        window = self._window
         sent = False
         while len(connection.in_flight) < window:
             topic = self._retained.next_due()
@@ -769,6 +817,14 @@ class Uplink:
         if sent:
             link.flush()
 
+    @property
+    def _window(self) -> int:
+        """How many messages may be unacknowledged: one while a message is suspected of ending
+        connections."""
+        if self._connection is None:
+            return 0
+        return 1 if self._solo else self._connection.window
+
     def _next_row(self, room: int, now: Moment) -> Row | None:
         if not self._fetched:
             self._fetched.extend(self._box.take_live(room))
@@ -779,13 +835,19 @@ class Uplink:
             return None
         if not self._budget.backlog_allowed(now.wall_ms) or not self._backlog.take(now_s):
             return None
-        rows = self._box.take_backlog(1)
-        if not rows:
-            if self._box.backlog == 0:
-                log.info("backlog delivered")
-                self._backlog = None
-            return None
-        return rows[0]
+        if not self._fetched_backlog:
+            self._fetched_backlog.extend(self._box.take_backlog(FETCH_LOT))
+        if self._fetched_backlog:
+            return self._fetched_backlog.popleft()
+        self._flush_done()
+        if self._box.backlog == 0:
+            log.info("backlog delivered")
+            self._backlog = None
+        return None
+
+    def _forget_fetched(self) -> None:
+        self._fetched.clear()
+        self._fetched_backlog.clear()
 
     def _send_state(self, connection: _Connection, link: Link, topic: str, now: Moment) -> bool:
         body = self._retained.body(topic)
@@ -940,7 +1002,8 @@ class Uplink:
                 for sent in [self._connection.in_flight.get(event.token)]
                 if sent is not None and sent.row is not None
             ]
-            self._box.done(done)
+            self._done += done
+        self._flush_done()
         self._connection = None
         if self._outbox is not None:
             self._outbox.set_meta("budget", self._budget.dump())
@@ -957,8 +1020,9 @@ class Uplink:
             link.drop()
             link.close(0.5)
         self._retained.disconnected()
-        self._fetched.clear()
+        self._forget_fetched()
         if self._outbox is not None:
+            self._flush_done()
             self._outbox.release()
 
     def _publish_state(self) -> None:

@@ -83,6 +83,12 @@ class RetainedState:
             slot.refused = version
             slot.poison = poison
 
+    def retry(self, topic: str) -> None:
+        """It did not get through: it is due again."""
+        slot = self._slots.get(topic)
+        if slot is not None:
+            slot.in_flight = False
+
     def confirmed(self, topic: str) -> bool:
         """Whether the broker holds the present body."""
         slot = self._slots.get(topic)

@@ -458,13 +458,13 @@ class Box:
         self.first = 0
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
+    def start(self, *arguments: str) -> None:
         # Numbers of a killed run that were never noted are skipped: whether they arrive is open.
         self.first += 100_000
         environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.fakes.fleet.driver", self.url, str(self.directory / "state"),
-             str(self.log), str(self.first)],
+             str(self.log), str(self.first), *arguments],
             env=environment,
         )  # fmt: skip
 
@@ -486,6 +486,23 @@ class Box:
 
     def recorded(self) -> set[int]:
         return {int(line) for line in self.log.read_text().split()} if self.log.exists() else set()
+
+
+def test_a_frozen_agent_is_lost_and_back_when_it_thaws(broker: Mosquitto, tmp_path: Path) -> None:
+    """SIGSTOP: the broker waits 1.5 keepalives (1 s here) and the will's delay."""
+    box = Box(broker.url, tmp_path)
+    with Observer(broker.port) as observer:
+        box.start("1")
+        first = observer.wait_payload("/status")
+        assert box.process is not None
+        box.process.send_signal(signal.SIGSTOP)
+        observer.wait_payload("/status", lambda p: p["state"] == "lost")
+        observer.clear()
+        box.process.send_signal(signal.SIGCONT)
+        again = observer.wait_payload("/status", lambda p: p["state"] == "ready")
+        assert again["sess"] == first["sess"]
+        assert box.stop() == 0
+        observer.wait_payload("/status", lambda p: p["state"] == "offline")
 
 
 def test_fault_campaign(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -326,5 +327,13 @@ def test_home_assistant_discovery_is_opt_in(broker: Mosquitto, tmp_path: Path) -
             observer.wait_payload("/tele/m")
             up.stop()
         assert not [s for s in observer.seen if s.topic.startswith("homeassistant")]
-        with RunningUplink(config(broker.url, home_assistant=True), tmp_path / "b"):
-            observer.wait(lambda seen: any(s.topic.startswith("homeassistant/device/") for s in seen))
+        with RunningUplink(config(broker.url, home_assistant=True), tmp_path / "b") as up:
+            topic = f"homeassistant/device/{SITE}-{NODE}/config"
+            observer.wait(lambda seen: any(s.topic == topic for s in seen))
+            first = json.loads(observer.on(topic)[0].data)["cmps"]
+            assert len(first) == 1 + 2 * 4
+            up.change(gpus=up.snap.gpus[:1])
+            observer.wait(lambda seen: len([s for s in seen if s.topic == topic]) == 2)
+            second = json.loads(observer.on(topic)[1].data)["cmps"]
+            assert first.keys() == second.keys()
+            assert sum(c == {"p": "sensor"} for c in second.values()) == 4, "removed by name"

@@ -133,13 +133,13 @@ def test_telemetry_is_thinned_to_five_minutes_before_it_is_dropped(directory: Pa
 
 
 def test_events_are_given_up_before_xids(directory: Path) -> None:
-    box = make(directory, max_bytes=50_000)
-    for n in range(300):
+    box = make(directory, max_bytes=20_000)
+    for n in range(100):
         put(box, MessageClass.CRITICAL, n, size=50)
         put(box, MessageClass.EVENT, n, size=50)
     classes = [r.cls for r in drain(box)]
-    assert classes.count(MessageClass.EVENT) < 20 < 150 < classes.count(MessageClass.CRITICAL)
-    assert box.dropped["event"] == 300 - classes.count(MessageClass.EVENT)
+    assert classes.count(MessageClass.EVENT) < 40 < 50 < classes.count(MessageClass.CRITICAL)
+    assert box.dropped["event"] == 100 - classes.count(MessageClass.EVENT)
 
 
 def test_what_is_too_old_goes_and_is_counted(directory: Path) -> None:

@@ -1,6 +1,6 @@
 """An uplink in a process of its own, to be killed: emits numbered events and notes which it recorded.
 
-    python -m tests.fakes.fleet.driver URL STATE_DIR LOG_FILE FIRST_NUMBER
+    python -m tests.fakes.fleet.driver URL STATE_DIR LOG_FILE FIRST_NUMBER [KEEPALIVE_S]
 
 A number is in LOG_FILE when the event with it was handed over at least one interval ago: if the
 process dies then, the event must still arrive. SIGTERM ends it cleanly.
@@ -25,10 +25,11 @@ KINDS = ("xid", "oom", "alloc", "overlimit", "thermal")
 
 def main() -> None:
     url, state_dir, log_file, first = sys.argv[1:5]
+    keepalive_s = int(sys.argv[5]) if len(sys.argv) > 5 else 5
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     uplink = Uplink(
-        config(url, events_per_minute=1000, keepalive_seconds=5, telemetry_seconds=0.5),
+        config(url, events_per_minute=1000, keepalive_seconds=keepalive_s, telemetry_seconds=0.5),
         node=NODE, site=SITE, state_dir=Path(state_dir), clock=SystemClock(), snapshot=snapshot,
         backoff_s=(0.02, 0.2), ack_timeout_s=2.0,
     )  # fmt: skip
