@@ -25,8 +25,12 @@ class BuildWithLimiter(build_py):
         spec = importlib.util.spec_from_file_location("edgeagent_limiter_build", script)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
+        out = Path(self.build_lib) / PACKAGE
         keep = os.environ.get("EDGEAGENT_LIMITER") == "prebuilt"
-        built, missing = module.build_all(Path(self.build_lib) / PACKAGE, keep=keep)
+        if not keep:
+            for stale in out.glob("*.so"):  # from whatever sources, whenever
+                stale.unlink()
+        built, missing = module.build_all(out, keep=keep)
         for path in built.values():
             self.announce(f"built {path}", level=2)
         for sentence in missing:
