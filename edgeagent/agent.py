@@ -28,7 +28,7 @@ from edgeagent.cordons import Cordons
 from edgeagent.errors import AgentError, ConfigError, ControlError, NodeError
 from edgeagent.gpus.detect import NodeGpus
 from edgeagent.gpus.model import Gpu
-from edgeagent.health.conditions import Books, ConditionType
+from edgeagent.health.conditions import Books, ConditionType, withdrawn_mib
 from edgeagent.health.labels import node_labels
 from edgeagent.health.monitor import HealthChange, HealthMonitor, HealthState, SeenEvent, Surroundings
 from edgeagent.health.remembered import FILE_NAME as REMEMBERED_GPUS
@@ -65,6 +65,7 @@ EX_RESTART = 75  # EX_TEMPFAIL: start me again (in a pod: with a new container)
 STOP_TIMEOUT_S = 4.0
 TICK_S = 10.0
 IDLE_LOOK_S = 60.0
+WITHDRAWN_STEP_MIB = 64  # what the host uses wavers; every change of the list costs the kubelet work
 MIN_UPTIME_BEFORE_REEXEC_S = 30.0
 SHARING_FILE = "sharing.json"
 
@@ -229,6 +230,7 @@ class Agent:
         self._look_now = threading.Event()
         self._unprobed: set[str] = set()
         self._offered: object = None
+        self._withdrawn: Mapping[str, int] = {}
         self._event_counts: dict[str, int] = {}
 
         cgroups = PodCgroups(host, config.kubelet.cgroup_root)
@@ -277,6 +279,7 @@ class Agent:
             remembered=RememberedGpus(self._state_dir / REMEMBERED_GPUS),
         )
         self.health.on_change(self._health_changed)
+        self.health.on_poll(self.offer)
         self.health.on_event(self._gpu_event)
         self._kernel_log = (
             KernelLog(host, self._state_dir, self.health.gpu_at, self.health.handle_event)
@@ -342,6 +345,10 @@ class Agent:
 
     def _health_changed(self, state: HealthState, change: HealthChange) -> None:
         self.offer()
+        if change.recovered:
+            # What failed while the GPU was sick may work now.
+            self._unprobed |= change.recovered
+            self._look_now.set()
         self._changed()
 
     def offer(self) -> None:
@@ -364,12 +371,16 @@ class Agent:
         absent = frozenset(uuid for uuid, g in state.gpus.items() if not g.present)
         cordoned = self._cordons.uuids & frozenset(state.gpus)
         with self._config_lock:
-            offered = (gpus, sick, closed, absent, cordoned)
+            first = self._offered is None
+            # Who holds what is known from the first offer on.
+            withdrawn = {} if first else self._to_withdraw(state)
+            offered = (gpus, sick, closed, absent, cordoned, withdrawn)
             if offered == self._offered:
                 return
             known = {g.uuid for g in self._offered[0]} if isinstance(self._offered, tuple) else set()
             new = [g for g in gpus if g.uuid not in known]
             self._offered = offered
+            self._withdrawn = withdrawn
             for gpu in new:
                 self._isolation.expect(gpu.uuid)
                 self._unprobed.add(gpu.uuid)
@@ -379,10 +390,29 @@ class Agent:
                 cordoned=cordoned,
                 closed=closed,
                 absent=absent,
+                withdrawn=withdrawn,
                 topology=self.gpus.topology() if new and len(gpus) > 1 else None,
             )
         if new:
             self._look_now.set()
+        if first:
+            self.offer()
+
+    def _to_withdraw(self, state: HealthState) -> dict[str, int]:
+        """MiB per GPU that programs outside of pods use beyond the reserve. On unified memory the
+        reserve is for the host, and HostOvercommit says when it does not suffice."""
+        found = {}
+        for uuid, g in state.gpus.items():
+            books = self._books(uuid)
+            if books is None or g.usage is None or g.gpu.unified_memory:
+                if uuid in self._withdrawn:
+                    found[uuid] = self._withdrawn[uuid]  # it cannot be seen now
+                continue
+            now_mib = withdrawn_mib(books, g.usage.beyond_promises_mib(books.holders))
+            mib = _in_steps(now_mib, self._withdrawn.get(uuid, 0))
+            if mib:
+                found[uuid] = mib
+        return found
 
     def _watch_shares(self, stop: threading.Event) -> None:
         """Probes isolation on GPUs that are new, then looks at every share again and again."""
@@ -395,12 +425,11 @@ class Agent:
 
     def _probe_isolation(self) -> None:
         while self._unprobed:
-            uuid = next(iter(self._unprobed))
+            uuid = self._unprobed.pop()
             known = self.health.state.gpus.get(uuid)
             if known is not None:
                 lists_processes = known.reading is None or known.reading.processes is not None
                 self._isolation.probe(known.gpu, watchdog=lists_processes)
-            self._unprobed.discard(uuid)
             self._changed()
 
     def _changed(self) -> None:
@@ -471,15 +500,22 @@ class Agent:
 
     def _level_lost(self, share: ShareToEnforce, axis: Axis, before: AxisLevel, now: AxisLevel) -> None:
         self._count("isolation_levels_lost_total")
+        name = self._containers.pod_name(share.pod_uid)
+        message = (
+            f"{axis.value} limit is no longer proved: {before.level.value} -> {now.level.value} "
+            f"({now.reason or 'no evidence'})"
+        )
+        if self._cluster is not None and name is not None:
+            pod = PodRef(name[0], name[1], share.pod_uid)
+            self._cluster.pod_event("GpuLimitNotProved", f"container {share.container}: {message}", pod)
         if self._uplink is not None:
-            name = self._containers.pod_name(share.pod_uid)
             self._uplink.event(
-                "agent", "level_lost",
-                f"{axis.value} limit is no longer proved: {before.level.value} -> {now.level.value} "
-                f"({now.reason or 'no evidence'})",
+                "agent", "level_lost", message,
                 severity="warning", gpu_uuid=share.gpu.uuid, namespace=name[0] if name else None,
                 pod=name[1] if name else None, container=share.container,
+                facts={"axis": axis.value, "reason": now.reason or "", "evidence": now.evidence},
             )  # fmt: skip
+        self._changed()
 
     def _evict_waiting(self, pod_uid: str, reason: str) -> None:
         self.evict(pod_uid, "GpuShareWaitedTooLong", reason)
@@ -686,6 +722,14 @@ class Agent:
     @property
     def diagnostics_dir(self) -> Path:
         return self._state_dir / "diagnostics"
+
+
+def _in_steps(mib: int, before_mib: int) -> int:
+    """`mib` in whole steps, upwards; falls only when it fell by more than a step."""
+    steps = -(-mib // WITHDRAWN_STEP_MIB) * WITHDRAWN_STEP_MIB
+    if 0 < mib <= before_mib <= steps + WITHDRAWN_STEP_MIB:
+        return before_mib
+    return steps
 
 
 def _fleet_name(name: str) -> str:

@@ -120,6 +120,7 @@ def _gpu_state(offer: GpuOffer, seen: GpuHealth | None, room: GpuRoom, levels: L
         conditions=conditions,
         host_use=usage.host if usage is not None else None,
         unattributed_mib=usage.unattributed_mib if usage is not None else None,
+        withdrawn_mib=offer.withdrawn_mib,
     )
 
 

@@ -115,6 +115,7 @@ class GpuState:
     conditions: tuple[Condition, ...] = ()
     host_use: HostUse | None = None
     unattributed_mib: float | None = None
+    withdrawn_mib: int = 0  # of usable_mib: not promised to anybody new, because the host uses it
 
 
 @dataclass(frozen=True, slots=True)

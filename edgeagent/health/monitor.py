@@ -185,6 +185,7 @@ class HealthMonitor:
         self._queue: deque[tuple[HealthState, HealthChange]] = deque()
         self._state_listeners: list[StateListener] = []
         self._event_listeners: list[EventListener] = []
+        self._poll_listeners: list[Callable[[], None]] = []
         self._wanted = threading.Event()
         self._state = HealthState()
         self._tracks: dict[str, dict[ConditionType, Track]] = {}
@@ -220,6 +221,10 @@ class HealthMonitor:
 
     def on_event(self, listener: EventListener) -> None:
         self._event_listeners.append(listener)
+
+    def on_poll(self, listener: Callable[[], None]) -> None:
+        """Called after every round of readings, for what changes without any condition changing."""
+        self._poll_listeners.append(listener)
 
     def rescan(self) -> None:
         """Look for GPUs again, now."""
@@ -391,6 +396,8 @@ class HealthMonitor:
         with self._lock:
             self._state = replace(self._state, polls=self._state.polls + 1)
         self._tell()
+        for listener in self._poll_listeners:
+            listener()
         return self._state
 
     def _inventory_due(self) -> bool:

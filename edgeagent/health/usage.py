@@ -45,6 +45,7 @@ class GpuUsage:
     containers: tuple[ContainerUse, ...] = ()
     host: HostUse | None = None
     unattributed_mib: float | None = None
+    incomplete: bool = False  # of some processes it is not known whose they are, or what they use
 
     def of(self, pod_uid: str, container: str | None = None) -> ContainerUse | None:
         """The use of one container; of the whole pod where `container` is None or where it is not
@@ -56,12 +57,14 @@ class GpuUsage:
         return _together(pod)
 
     def beyond_promises_mib(self, holders: Iterable[str]) -> float | None:
-        """MiB used by anything but the pods in `holders` (pod UIDs with a share of this GPU)."""
+        """MiB used by anything but the pods in `holders` (pod UIDs with a share of this GPU). What
+        cannot be attributed counts, unless it may be theirs."""
         if self.host is None:
             return None
         held = set(holders)
         others = sum(c.used_mib or 0.0 for c in self.containers if c.pod_uid not in held)
-        return self.host.used_mib + others + (self.unattributed_mib or 0.0)
+        unattributed = 0.0 if self.incomplete else self.unattributed_mib or 0.0
+        return self.host.used_mib + others + unattributed
 
 
 def attribute(
@@ -110,6 +113,11 @@ def attribute(
         containers,
         HostUse(host_mib, tuple(host)),
         None if used is None else used - attributed,
+        incomplete=any(
+            info.owner.kind is OwnerKind.UNKNOWN or _plausible(gpu, p.used_mib) is None
+            for p in reading.processes
+            if (info := processes.get(p.pid)) is not None
+        ),
     )
 
 

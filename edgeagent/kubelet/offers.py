@@ -23,7 +23,8 @@ from edgeagent.sharing.modes import (
 class GpuOffer:
     """One GPU as the kubelet side offers it. `usable_mib` may be promised, `reserved_mib` not.
     `sick` and `closed` (it takes nothing new: the host uses more than its reserve) are reasons in
-    words, or None; `present` False: it has been here and is not now."""
+    words, or None; `present` False: it has been here and is not now. `withdrawn_mib` of what is usable
+    are not promised to anybody new because programs outside of pods use them."""
 
     gpu: Gpu
     mode: GpuMode
@@ -36,6 +37,7 @@ class GpuOffer:
     cordoned: bool = False
     closed: str | None = None
     present: bool = True
+    withdrawn_mib: int = 0
 
     @property
     def uuid(self) -> str:
@@ -75,9 +77,10 @@ def plan_offers(
     cordoned: Collection[str] = (),
     closed: Mapping[str, str] | None = None,
     absent: Collection[str] = (),
+    withdrawn: Mapping[str, int] | None = None,
 ) -> Offers:
     """The offers for `gpus`, in their order. `sick` and `closed`: UUID -> why; `absent`: those of
-    `gpus` that have vanished and may come back."""
+    `gpus` that have vanished and may come back; `withdrawn`: UUID -> MiB that the host uses."""
     gpus = tuple(gpus)
     modes = mode_plan(gpus, config)
     offers = []
@@ -103,6 +106,7 @@ def plan_offers(
                 cordoned=gpu.uuid in cordoned,
                 closed=(closed or {}).get(gpu.uuid),
                 present=gpu.uuid not in absent,
+                withdrawn_mib=(withdrawn or {}).get(gpu.uuid, 0),
             )
         )
     return Offers(tuple(offers), modes.problems, modes.notes)

@@ -199,15 +199,23 @@ class KubeletSide:
         cordoned: Collection[str] = (),
         closed: Mapping[str, str] | None = None,
         absent: Collection[str] = (),
+        withdrawn: Mapping[str, int] | None = None,
         topology: Topology | None = None,
     ) -> None:
         """The GPUs as they are now, in their order. `sick` and `closed` (takes nothing new, running
-        containers stay): UUID -> why; `absent`: those of `gpus` that are not there at the moment.
+        containers stay): UUID -> why; `absent`: those of `gpus` that are not there at the moment;
+        `withdrawn`: UUID -> MiB that nobody new gets, because programs outside of pods use them.
 
         Until the first call nothing is offered: call it when probing is done, not before.
         """
         offers = plan_offers(
-            gpus, self._config.sharing, sick=sick, cordoned=cordoned, closed=closed, absent=absent
+            gpus,
+            self._config.sharing,
+            sick=sick,
+            cordoned=cordoned,
+            closed=closed,
+            absent=absent,
+            withdrawn=withdrawn,
         )
         with self._lock:
             first = self._plan is None
@@ -252,6 +260,7 @@ class KubeletSide:
             accepting=offer.nothing_new is None,
             sick=offer.unusable is not None,
             reason=offer.nothing_new or "",
+            withheld=units.demand_units(offer.withdrawn_mib, self.unit_mib),
         )
 
     def _names(self, unit_mib: int) -> resource_names.ResourceNames:

@@ -326,7 +326,7 @@ class Ledger:
         capacity = self._capacities.get(uuid)
         if capacity is None or capacity.sick or not capacity.accepting:
             return Amounts()
-        return capacity.amounts.minus(self.used_on(uuid))
+        return capacity.givable.minus(self.used_on(uuid))
 
     def unhealthy(self, listed: Demand | None = None) -> Demand:
         """The tokens to list as Unhealthy now, of 0 … offered-1 of each letter. `listed`: those that
@@ -339,7 +339,7 @@ class Ledger:
             gpus = []
             for uuid, tokens in lying.items():
                 capacity = self._capacities.get(uuid)
-                units = capacity.amounts[i] if capacity else 0
+                units = capacity.givable[i] if capacity else 0
                 gpus.append(GpuTokens(units, tokens.of(letter), self._giving(capacity)))
             masks.append(unhealthy_mask(self._offered[i], held.of(letter), gpus, listed.of(letter)))
         return Demand(*masks)
@@ -470,7 +470,7 @@ class Ledger:
             free_after = Amounts()
         elif holder is None or _steps_aside(holder, key, demand):
             new = (demand - pod.lies_on(uuid)).amounts
-            free = capacity.amounts.minus(used)
+            free = capacity.givable.minus(used)
             displace = Amounts(*map(min, new.minus(free), leftover.amounts))
             missing = new.minus(free).minus(displace)
             free_after = free.minus(new)

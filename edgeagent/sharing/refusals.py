@@ -146,6 +146,8 @@ class Refusals:
         if blockers[0]:
             names = _listed([self._obstacle(o) for o in blockers[0]])
             message += f"; in the way on {_short(nearest.capacity.uuid)}: {names}"
+        if any(f.capacity.withheld and f.missing.memory for f in usable):
+            message += "; programs outside of pods use memory there"
         if shut:
             message += f"; not available: {shut}"
         pods = dict.fromkeys(o.pod_uid for found in blockers for o in found)

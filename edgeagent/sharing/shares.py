@@ -22,7 +22,8 @@ class ContainerKey:
 class GpuCapacity:
     """What a GPU in mode `shared` has to give. `accepting` False: nothing new goes there (cordoned,
     host overcommit); `sick`: nothing at all, restarts included. `reason` says why, for the pod's
-    author ("cordoned", "XID 79: fallen off the bus")."""
+    author ("cordoned", "XID 79: fallen off the bus"). `withheld`: memory units that programs outside
+    of pods use: nobody new gets them, and what lies there already stays."""
 
     uuid: str
     memory_units: int
@@ -31,10 +32,16 @@ class GpuCapacity:
     accepting: bool = True
     sick: bool = False
     reason: str = ""
+    withheld: int = 0
 
     @property
     def amounts(self) -> Amounts:
         return Amounts(self.memory_units, self.cores, self.shares)
+
+    @property
+    def givable(self) -> Amounts:
+        """What may be promised in all: without what is withheld."""
+        return self.amounts.minus(Amounts(memory=self.withheld))
 
 
 class RefusalCode(str, Enum):
