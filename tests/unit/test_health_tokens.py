@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgeagent.sharing.health_tokens import Giving, GpuTokens, unhealthy_mask
@@ -54,6 +54,7 @@ GPUS = st.lists(
 )
 
 
+@settings(max_examples=50, deadline=None)
 @given(GPUS, st.integers(0, 10), st.randoms())
 def test_the_sum_is_what_the_gpus_give(gpus, waiting, random):
     """Healthy tokens are: those of GPUs that give, and those that lie on GPUs that keep."""
@@ -79,6 +80,7 @@ def test_the_sum_is_what_the_gpus_give(gpus, waiting, random):
     assert healthy == max(gives, (held & ~sick).bit_count())
 
 
+@settings(max_examples=50, deadline=None)
 @given(GPUS, st.integers(0, 2**20 - 1))
 def test_fewest_flips(gpus, listed):
     offered = sum(units for units, _, _ in gpus)

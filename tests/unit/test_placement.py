@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgeagent.sharing.ledger import ContainerKey, GpuCapacity, Ledger, Placement
@@ -61,6 +61,7 @@ def test_policies(gpus, demand, binpack, spread):
     assert place(ledger("spread", *gpus), *demand) == f"GPU-{spread}"
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(8, 64), st.integers(0, 8)), min_size=2, max_size=5), st.integers(1, 20))
 def test_binpack_keeps_the_largest_block_free(gpus, want):
     """By memory alone: the largest block is touched only when nothing smaller would do."""
@@ -74,6 +75,7 @@ def test_binpack_keeps_the_largest_block_free(gpus, want):
     assert max(after.values()) == best
 
 
+@settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.builds(Amounts, st.integers(0, 9), st.integers(0, 9), st.integers(0, 3)), min_size=1),
     st.randoms(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgeagent.errors import AllocationError
@@ -74,6 +74,7 @@ def test_distributed_and_packed(available, must, size, distributed, packed):
     assert list(preferred_replicas(available, must, size, replicas, "packed")) == packed
 
 
+@settings(max_examples=50, deadline=None)
 @given(
     st.sets(st.sampled_from(A + B)),
     st.sets(st.sampled_from(A + B), max_size=3),

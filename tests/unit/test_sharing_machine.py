@@ -388,7 +388,7 @@ def _masks(demand: Demand) -> tuple[int, int, int]:
 
 
 SharingMachine.TestCase.settings = settings(
-    max_examples=40,
+    max_examples=30,
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

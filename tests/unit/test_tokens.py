@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgeagent.errors import AllocationError
@@ -35,6 +35,7 @@ def mask_of(tokens: set[int]) -> int:
     return sum(1 << n for n in tokens)
 
 
+@settings(max_examples=50, deadline=None)
 @given(SETS, st.randoms())
 def test_ids_and_masks_are_two_forms_of_the_same_set(tokens, random):
     mask = mask_of(tokens)
@@ -47,6 +48,7 @@ def test_ids_and_masks_are_two_forms_of_the_same_set(tokens, random):
         assert parse_ids("m", ids, 3001) == mask
 
 
+@settings(max_examples=50, deadline=None)
 @given(SETS)
 def test_ranges_are_the_maximal_runs(tokens):
     runs = list(ranges(mask_of(tokens)))
@@ -86,6 +88,7 @@ def test_bad_ids_are_refused_each_with_its_code(ids, code, part):
     assert len(str(refused.value)) < 200
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.text(max_size=9), max_size=5))
 def test_any_text_is_parsed_or_refused(ids):
     try:
@@ -106,6 +109,7 @@ def test_nothing_offered_accepts_nothing():
         parse_ids("m", ["m000000"], 0)
 
 
+@settings(max_examples=50, deadline=None)
 @given(SETS, st.integers(0, 250))
 def test_lowest_and_highest(tokens, count):
     mask = mask_of(tokens)
@@ -120,12 +124,14 @@ def test_an_empty_set_has_no_lowest_token():
         lowest(0)
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.sets(st.integers(0, 60)), st.integers(1, 20))
 def test_lowest_run(tokens, count):
     starts = [n for n in range(61) if all(n + i in tokens for i in range(count))]
     assert lowest_run(mask_of(tokens), count) == (full(count) << starts[0] if starts else 0)
 
 
+@settings(max_examples=50, deadline=None)
 @given(SETS, SETS, st.integers(1, 200))
 def test_preference_has_what_must_be_included_and_is_of_the_right_size(available, must, count):
     chosen = preferred(mask_of(available | must), mask_of(must), count)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgeagent.sharing.topology import Link, preferred_cards
@@ -78,6 +78,7 @@ def test_many_cards_are_chosen_greedily():
     assert sum(frozenset((c, cards[int(c[4:]) ^ 1])) <= set(chosen) for c in chosen) == 8
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.sets(st.sampled_from("abcdef")), st.sets(st.sampled_from("abcdef"), max_size=3), st.integers(0, 6))
 def test_the_answer_is_made_of_what_is_available(available, must, size):
     everything = sorted(available | must)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgeagent.sharing.units import (
@@ -43,6 +43,7 @@ def test_s1_a_pod_that_holds_every_unit_gets_no_more_than_there_is():
     assert supply_units(L4, 100) * 100 <= L4
 
 
+@settings(max_examples=60, deadline=None)
 @given(
     total=st.integers(0, 300_000),
     reserved=st.one_of(st.none(), st.integers(0, 2_000)),
@@ -101,6 +102,7 @@ def test_k3_long_entries_need_longer_lengths():
     assert entry_bytes(200, unhealthy=False) == 2 + 1 + 1 + 2 + 200 + 9
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 260), st.booleans())
 def test_k3_the_largest_count_passes_even_all_unhealthy(id_bytes, numa):
     assert list_bytes(max_count(id_bytes, numa=numa), id_bytes, numa=numa) < KUBELET_MESSAGE_BYTES
@@ -128,6 +130,7 @@ def test_a_unit_larger_than_every_gpu_is_a_problem_not_a_silent_zero():
     assert memory_units([], 64).problem is None
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 200_000), min_size=1, max_size=8), st.integers(1, 5_000))
 def test_the_smallest_unit_is_a_power_of_two_that_fits_and_half_of_it_does_not(gpus, most):
     unit = smallest_unit_mib(gpus, most)
