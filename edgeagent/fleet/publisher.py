@@ -18,8 +18,8 @@ import secrets
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from edgeagent.config.schema import FleetConfig
@@ -139,8 +139,9 @@ class Uplink:
         self._telemetry_s = config.telemetry_seconds
         self._batch_s = estimate.batch_seconds(config)
         self._deflates = estimate.deflates(config)
+        self._allow = () if actions is None else tuple(config.commands.allow)
         self._facts = UplinkFacts(
-            commands=() if actions is None else tuple(config.commands.allow),
+            commands=self._allow,
             signed_commands=actions is not None and config.commands.hmac_key_file is not None,
             keepalive_s=self._settings.keepalive_s,
             will_delay_s=self._settings.will_delay_s if self._settings.is_v5 else 0,
@@ -209,9 +210,23 @@ class Uplink:
         self._wake.set()
 
     def set_telemetry_seconds(self, seconds: float) -> None:
-        """A changed interval counts from the next sample on."""
+        """A changed interval counts from now on."""
+        if seconds == self._telemetry_s:
+            return
         self._telemetry_s = seconds
+        self._facts = replace(self._facts, telemetry_s=seconds)
+        self._sample_now.set()
         self._wake.set()
+
+    def set_commands_allowed(self, verbs: Collection[str]) -> None:
+        """Changed `fleet.commands.allow`."""
+        if self._actions is None:
+            return
+        self._allow = tuple(verbs)
+        self._facts = replace(self._facts, commands=self._allow)
+        if self._desk is not None:
+            self._desk.allow = frozenset(verbs)
+        self.changed()
 
     def event(
         self,
@@ -247,7 +262,7 @@ class Uplink:
         public = self._public
         if public.connected and self._last_ack_s is not None:
             age_s = self._clock.now().mono_ms / 1000 - self._last_ack_s
-            return _with_age(public, max(0.0, age_s))
+            return replace(public, last_puback_age_s=round(max(0.0, age_s), 1))
         return public
 
     # -- the service ------------------------------------------------------------------------------
@@ -303,7 +318,7 @@ class Uplink:
                 topics=self.topics,
                 session=self.session,
                 actions=self._actions,
-                allow=self._config.commands.allow,
+                allow=self._allow,
                 per_minute=self._config.commands.per_minute,
                 state_dir=self._state_dir,
                 hmac_key_file=None if key is None else Path(key),
@@ -694,7 +709,9 @@ class Uplink:
             self._due.pop("changed", None)
         if sampling:
             self._sample_now.clear()
-            self._due["sample"] = _next(self._due["sample"], self._telemetry_s, now_s)
+            self._due["sample"] = min(
+                _next(self._due["sample"], self._telemetry_s, now_s), now_s + self._telemetry_s
+            )
             snap = snap or self._snapshot()
             self._refresh(snap, now)
             self._take_sample(snap, now)
@@ -1094,10 +1111,3 @@ def _next(due_s: float, every_s: float, now_s: float) -> float:
     """The next time on the grid of `due_s`, without catching up on what was missed."""
     due_s += every_s
     return due_s if due_s > now_s else now_s + every_s
-
-
-def _with_age(state: UplinkState, age_s: float) -> UplinkState:
-    return UplinkState(
-        state.enabled, state.connected, state.broker, state.since_ms, round(age_s, 1), state.queued,
-        state.queued_bytes, state.dropped, state.reconnects, state.problem,
-    )  # fmt: skip

@@ -278,7 +278,7 @@ def test_filters_of_an_earlier_run_are_unsubscribed(broker: Mosquitto, tmp_path:
 def test_thirty_minutes_without_a_broker(tmp_path: Path, when: str) -> None:
     """Clock 200 times as fast. Status is only the newest, events are kept, telemetry carries its own
     time, memory does not grow."""
-    clock = FakeClock(rate=200)
+    clock = FakeClock(rate=400)
     with Outage(tmp_path, up_at_first=when == "in between") as outage:
         fleet = config(outage.proxy.url, telemetry_seconds=30.0, events_per_minute=1000)
         with RunningUplink(fleet, tmp_path, clock=clock) as up:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from edgeagent.snapshot import NodeState
-from tests.fakes.fleet.harness import FakeClock, RunningUplink, config, wait_until
+from tests.fakes.fleet.harness import Actions, FakeClock, RunningUplink, config, wait_until
 from tests.fakes.fleet.snapshots import NODE, SITE, condition, gpu_state
-from tests.fakes.mosquitto import FlakyProxy, Mosquitto, Observer, available
+from tests.fakes.mosquitto import FlakyProxy, Mosquitto, Observer, RefusingBroker, available
 
 pytestmark = pytest.mark.skipif(available() is None, reason="mosquitto is not installed")
 
@@ -337,3 +337,22 @@ def test_home_assistant_discovery_is_opt_in(broker: Mosquitto, tmp_path: Path) -
             second = json.loads(observer.on(topic)[1].data)["cmps"]
             assert first.keys() == second.keys()
             assert sum(c == {"p": "sensor"} for c in second.values()) == 4, "removed by name"
+
+
+def test_reloaded_settings_count_at_once(broker: Mosquitto, observer: Observer, tmp_path: Path) -> None:
+    with RunningUplink(config(broker.url, telemetry_seconds=3600.0), tmp_path, actions=Actions()) as up:
+        observer.wait_payload("/tele/m")
+        up.uplink.set_telemetry_seconds(0.2)
+        observer.wait(lambda seen: sum(s.topic.endswith("/tele/m") for s in seen) >= 4)
+        up.uplink.set_commands_allowed(("snapshot", "cordon-gpu"))
+        status = observer.wait_payload("/status", lambda p: "cordon-gpu" in p["commands"])
+        assert status["telemetryS"] == 0.2
+
+
+def test_a_refusal_that_may_pass_is_tried_again(tmp_path: Path) -> None:
+    """Quota exceeded is not the message's fault. A broker that refuses twice, made of sockets:
+    mosquitto never does."""
+    with RefusingBroker(refusals=2) as broker, RunningUplink(config(broker.url), tmp_path) as up:
+        up.uplink.event("xid", "Xid", "wanted in the end")
+        wait_until(lambda: broker.refused == 2 and up.uplink.state().queued == 0, 20)
+        assert "quarantined" not in up.uplink.state().dropped

@@ -3,5 +3,6 @@
 from tests.fakes.mosquitto.broker import Mosquitto, available
 from tests.fakes.mosquitto.observer import Observer
 from tests.fakes.mosquitto.proxy import FlakyProxy
+from tests.fakes.mosquitto.refusing import RefusingBroker
 
-__all__ = ["FlakyProxy", "Mosquitto", "Observer", "available"]
+__all__ = ["FlakyProxy", "Mosquitto", "Observer", "RefusingBroker", "available"]
