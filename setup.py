@@ -19,18 +19,16 @@ PACKAGE = "edgeagent/isolation/limiter"
 class BuildWithLimiter(build_py):
     def run(self):
         super().run()
-        if getattr(self, "editable_mode", False):
-            return
+        out = Path(self.build_lib) / PACKAGE
+        if getattr(self, "editable_mode", False) or os.environ.get("EDGEAGENT_LIMITER") == "prebuilt":
+            return  # what lies beside the sources has been copied with them
+        for stale in out.glob("*.so"):  # from whatever sources, whenever
+            stale.unlink()
         script = Path(__file__).parent / PACKAGE / "build.py"
         spec = importlib.util.spec_from_file_location("edgeagent_limiter_build", script)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        out = Path(self.build_lib) / PACKAGE
-        keep = os.environ.get("EDGEAGENT_LIMITER") == "prebuilt"
-        if not keep:
-            for stale in out.glob("*.so"):  # from whatever sources, whenever
-                stale.unlink()
-        built, missing = module.build_all(out, keep=keep)
+        built, missing = module.build_all(out)
         for path in built.values():
             self.announce(f"built {path}", level=2)
         for sentence in missing:

@@ -94,16 +94,12 @@ def _environment() -> dict[str, str]:
     return env
 
 
-def build_all(out: Path, prefer: str = "auto", *, keep: bool = False) -> tuple[dict[str, Path], list[str]]:
+def build_all(out: Path, prefer: str = "auto") -> tuple[dict[str, Path], list[str]]:
     """Builds what can be built; returns the libraries by architecture, and a sentence for each that
-    is missing. `keep`: one that is in `out` already stays. Never raises for a missing or failing
-    compiler."""
+    is missing. Never raises for a missing or failing compiler."""
     built: dict[str, Path] = {}
     missing: list[str] = []
     for arch in ARCHES:
-        if keep and (out / library_name(arch)).is_file():
-            built[arch] = out / library_name(arch)
-            continue
         compiler = find_compiler(arch, prefer)
         if compiler is None:
             missing.append(f"{arch}: neither ziglang nor a system compiler for it")
