@@ -679,7 +679,7 @@ class Uplink:
         rows, self._batch = self._batch, []
         if not rows:
             return
-        first = rows[0][0]
+        moment = rows[-1][0]
         # In memory only while the link takes it away at once: it spares the flash.
         durable = self._connection is None
         samples = [body for _, body in rows]
@@ -691,7 +691,7 @@ class Uplink:
                 self._batch = part
                 self._record_batch()
             return
-        self._record(MessageClass.TELEMETRY, topic, body, first, durable=durable)
+        self._record(MessageClass.TELEMETRY, topic, body, moment, durable=durable)
 
     # -- what is due --------------------------------------------------------------------------------
 
@@ -748,6 +748,8 @@ class Uplink:
         if not self._budget.telemetry_allowed(now.wall_ms):
             self._box.count_loss("budget")
             return
+        if self._batch and self._batch[-1][0].synced != now.synced:
+            self._record_batch()  # its times are put right, or not, as a whole
         self._batch.append((now, messages.sample(snap, now.wall_ms)))
         if self._batch_s is None or len(self._batch) >= MAX_BATCH:
             self._record_batch()
@@ -954,12 +956,18 @@ class Uplink:
             message_id=f"{row.box}-{row.seq}",
             seq=row.seq,
             outbox=row.box,
-            historical=self._box.is_backlog(row),
+            historical=self._is_historical(row, now),
         )
         payload = messages.encode(head)[:-1] + b"," + body[1:]
         if row.topic == self.topics.telemetry_deflated:
             payload = messages.deflate(payload)
         return payload, correlation
+
+    def _is_historical(self, row: Row, now: Moment) -> bool:
+        """Recorded while the link was down, or by an earlier run."""
+        if self._box.is_backlog(row) or row.session != self.session:
+            return True
+        return row.boot != now.boot_id or now.mono_ms - row.mono_ms > BACKLOG_IS_S * 1000
 
     def _stamp(self, now: Moment) -> Stamp:
         clock = messages.SYNCED if now.synced else messages.UNSYNCED

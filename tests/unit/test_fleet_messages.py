@@ -102,7 +102,7 @@ _WILD = st.one_of(
 _FLOAT_FIELDS = [f.name for f in fields(GpuReading) if f.type in ("float | None", "int | None")]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.fixed_dictionaries(dict.fromkeys(_FLOAT_FIELDS, _WILD)),
     st.dictionaries(st.text(max_size=8), _WILD, max_size=3),
@@ -200,7 +200,7 @@ def test_columns_give_back_the_rows() -> None:
     assert len(data) < 1100, "a batch of six samples, 1 GPU and 4 pods"
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 2), st.sets(st.integers(0, 3)), _WILD, _WILD), min_size=1, max_size=5)
 )
