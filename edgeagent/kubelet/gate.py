@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -101,6 +101,8 @@ class GateHooks:
     on_event: Callable[[AllocEvent], None] = lambda event: None
     evict: Callable[[str, str], None] = lambda pod_uid, reason: None  # waited too long
     gpu_edits: Callable[[Gpu], ContainerEdits] = lambda gpu: ContainerEdits()
+    # Containers of a pod that are no ordinary init containers, as far as is known.
+    not_init: Callable[[str], frozenset[str]] = lambda pod_uid: frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,6 +329,7 @@ class Gate:
     ) -> None:
         only = self._early_uuid(key, demand, held) if self.settings.binding == "early" else None
         with self._lock:
+            self._leave_dead_gpu(key)
             before = self._ledger.booking(key)
         booking = self._room(key, demand, only, begun_s)
         try:
@@ -348,6 +351,18 @@ class Gate:
         )  # fmt: skip
         self._event("bound", "", key, booking.uuid)
         self._hooks.on_change()
+
+    def _leave_dead_gpu(self, key: ContainerKey) -> None:
+        """A container that is about to start does not run: on a GPU that is sick or gone it has nothing
+        left, and its tokens are not the GPU's any more. (As Unhealthy ones they would make the kubelet
+        reject the pod when it restarts.) With the lock held."""
+        booking = self._ledger.booking(key)
+        if booking is None or booking.retired or booking.uuid is None:
+            return
+        capacity = next((c for c in self._ledger.capacities() if c.uuid == booking.uuid), None)
+        if capacity is None or capacity.sick:
+            self._ledger.release(key)
+            self._ledger.grant(booking.demand)
 
     # Who is it?
 
@@ -386,26 +401,33 @@ class Gate:
         so may, by a fault of the kubelet, containers of two pods.
         """
         demands = {key: self._demand(view.containers[key]) for key in candidates}
+        later: dict[str, frozenset[str]] = {}
+        if len(candidates) > 1:
+            later = {uid: self._hooks.not_init(uid) for uid in {key.pod_uid for key in candidates}}
         with self._lock:
             now_s = self._clock()
-            open_starts = [
-                key
-                for key in candidates
-                if (start := self._starts.get(key)) is not None
-                and start.state == "starting"
-                and letter not in start.served
-                and now_s - start.began_s <= ROUND_S
-            ]
-            if len(candidates) == 1 or len(open_starts) == 1:
-                key = candidates[0] if len(candidates) == 1 else open_starts[0]
+            # Whose start has begun with a call for another resource, the latest first.
+            begun = sorted(
+                (
+                    (-start.began_s, key)
+                    for key in candidates
+                    if (start := self._starts.get(key)) is not None
+                    and start.state == "starting"
+                    and letter not in start.served
+                    and now_s - start.began_s <= ROUND_S
+                ),
+            )
+            if len(candidates) == 1 or begun:
+                key = begun[0][1] if begun else candidates[0]
                 return key, demands[key], view.containers[key]
 
-            def rank(key: ContainerKey) -> tuple[bool, bool, float, str]:
+            def rank(key: ContainerKey) -> tuple[object, ...]:
                 start, booking = self._starts.get(key), self._ledger.booking(key)
-                # First one that never started; then the one that was let through last.
                 return (
-                    key in self._held,
-                    booking is not None,
+                    key in self._held,  # its call is here already
+                    booking is not None,  # first one that never started,
+                    key.container in later.get(key.pod_uid, ()),  # an ordinary init container before others,
+                    booking is not None and booking.retired,  # then the one that was let through last
                     -start.began_s if start is not None else 0.0,
                     key.container,
                 )
@@ -545,8 +567,11 @@ class Gate:
         share = self._share(booking, gpu)
         if previous is not None and previous.share is not None and previous.share.gpu.uuid != gpu.uuid:
             self._isolation.release(previous.share)
-        for ended in self._superseded(key):
-            self._isolation.release(ended)
+        names = _spec_names(booking.demand) if self.settings.binding == "late" else ()
+        for ended in self._superseded(key, names):
+            # Their limits count no longer, and the next may have files by the same name.
+            if ended.share is not None:
+                self._isolation.release(ended.share)
         try:
             edits = self._isolation.prepare(share)
         except IsolationError as e:
@@ -554,18 +579,10 @@ class Gate:
                 f"cannot put the limits of this container in place on GPU {gpu.index} ({gpu.model}): {e}",
                 code="INTERNAL",
             ) from e
-        late = self.settings.binding == "late"
-        start = Start(
-            self._clock(),
-            int(self._wall_s() * 1000),
-            {letter},
-            "starting",
-            share,
-            _spec_names(booking.demand) if late else (),
-        )
+        start = Start(self._clock(), int(self._wall_s() * 1000), {letter}, "starting", share, names)
         with self._lock:
             self._starts[key] = start
-        if late:
+        if names:
             self._write_specs(booking, share, edits)
         with self._lock:
             if self._starts.get(key) is not start:
@@ -575,22 +592,21 @@ class Gate:
             self._count("binds_total")
         return start
 
-    def _superseded(self, key: ContainerKey) -> list[ShareToEnforce]:
-        """Shares of the pod's containers that ended and whose tokens others took over: their limits
-        count no longer, and the next may have files by the same name."""
-        found = []
+    def _superseded(self, key: ContainerKey, names: Collection[str]) -> list[Start]:
+        """Starts of the pod's containers that ended and whose tokens `key` took over, forgotten from now
+        on. Their specs go but for `names`, which `key` writes anew."""
         with self._lock:
-            for other, start in self._starts.items():
-                booking = self._ledger.booking(other)
-                if (
-                    other.pod_uid == key.pod_uid
-                    and other != key
-                    and start.share is not None
-                    and (booking is None or booking.retired)
-                ):
-                    found.append(start.share)
-                    start.share = None
-        return found
+            ended = [
+                other
+                for other in self._starts
+                if other.pod_uid == key.pod_uid
+                and other != key
+                and ((booking := self._ledger.booking(other)) is None or booking.retired)
+            ]
+            starts = [self._starts.pop(other) for other in ended]
+            kept = {name for start in self._starts.values() for name in start.files}.union(names)
+        self._remove_specs(name for start in starts for name in start.files if name not in kept)
+        return starts
 
     def _share(self, booking: Booking, gpu: Gpu) -> ShareToEnforce:
         name = booking.demand.share_name

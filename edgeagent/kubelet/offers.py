@@ -46,7 +46,8 @@ class GpuOffer:
     @property
     def unusable(self) -> str | None:
         """Why no container can start on it, or None."""
-        return "it is not there any more" if not self.present else self.sick
+        # A driver that cannot be used hides its GPUs: that says more than their absence.
+        return self.sick or (None if self.present else "it is not there any more")
 
     @property
     def nothing_new(self) -> str | None:

@@ -184,7 +184,13 @@ class KubeletSide:
                 if config.sharing.visible_devices == "auto"
                 else config.sharing.visible_devices,
             ),
-            hooks=GateHooks(self._gate_changed, self._hooks.on_event, self._hooks.evict, self._gpu_edits),
+            hooks=GateHooks(
+                self._gate_changed,
+                self._hooks.on_event,
+                self._hooks.evict,
+                self._gpu_edits,
+                self._not_init,
+            ),
             stop=self._stop,
         )
         self._restored = False
@@ -829,6 +835,17 @@ class KubeletSide:
     def _named_refusal(self, code: str, message: str) -> None:
         log.warning("cannot grant code=%s: %s", code, message)
         self._hooks.on_event(AllocEvent("refused", message, code=code))
+
+    def _not_init(self, pod_uid: str) -> frozenset[str]:
+        """podresources leaves ordinary init containers out; asked only where two containers of a pod hold
+        the very same IDs."""
+        name = self._containers.pod_name(pod_uid)
+        try:
+            found = self.pod_resources.get(*name) if name is not None else None
+        except KubeletError as e:
+            log.debug("%s", e)
+            found = None
+        return frozenset(container.container for container in found or ())
 
     def _pod_text(self, pod_uid: str) -> str:
         name = self._containers.pod_name(pod_uid)

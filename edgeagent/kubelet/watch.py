@@ -12,6 +12,7 @@ import logging
 import os
 import select
 import struct
+import threading
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ class DirectoryWatch:
 
     def __init__(self, directory: Path, use_inotify: bool = True) -> None:
         self._directory = directory
+        self._lock = threading.Lock()  # a wake must not write to a descriptor that has become another's
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._libc = ctypes.CDLL(None, use_errno=True) if use_inotify else None
         self._inotify_fd = -1
@@ -71,16 +73,17 @@ class DirectoryWatch:
         return self._appeared() if self._inotify_fd in ready else frozenset()
 
     def wake(self) -> None:
-        try:
-            os.eventfd_write(self._wake_fd, 1)
-        except OSError:
-            pass  # closed: nobody waits any more
+        with self._lock:
+            if self._wake_fd >= 0:  # else closed: nobody waits any more
+                os.eventfd_write(self._wake_fd, 1)
 
     def close(self) -> None:
-        for fd in (self._wake_fd, self._inotify_fd):
-            if fd >= 0:
-                os.close(fd)
-        self._wake_fd = self._inotify_fd = -1
+        """After the last `wait`."""
+        with self._lock:
+            for fd in (self._wake_fd, self._inotify_fd):
+                if fd >= 0:
+                    os.close(fd)
+            self._wake_fd = self._inotify_fd = -1
 
     def arm(self) -> None:
         """Starts noticing now, so that nothing is missed between a look at the directory and `wait`."""

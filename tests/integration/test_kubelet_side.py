@@ -44,9 +44,9 @@ def test_a_pod_gets_one_gpu_its_limits_and_nothing_else() -> None:
             (3000, 40, "app")
         ]
         k.delete(pod)
-        eventually(lambda: not side.side.containers())
+        eventually(lambda: [s.container for s in side.isolation.released] == ["app"])
+        assert side.side.containers() == ()
         assert specs(side) == []
-        assert [s.container for s in side.isolation.released] == ["app"]
 
 
 def test_what_an_isolation_mechanism_wants_reaches_the_container() -> None:
@@ -219,6 +219,20 @@ def test_an_init_container_with_the_very_ids_of_the_app_is_told_apart(seed: int)
         assert [(c.container, c.cores_pct) for c in side.side.containers()] == [("app", 50)]
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_an_init_container_with_the_very_demand_of_the_app_is_not_mistaken_for_it(seed: int) -> None:
+    with running_side(kubelet={"seed": seed}) as (k, side):
+        pod = Pod(
+            "twin",
+            [ContainerSpec("a-app", {MEMORY: 7})],
+            init=[ContainerSpec("init", {MEMORY: 7}, run_s=0.1)],
+        )
+        k.run(pod)
+        k.wait_for(lambda: pod.running)
+        assert [s.container for s in side.isolation.prepared] == ["init", "a-app"]
+        assert [c.container for c in side.side.containers()] == ["a-app"]
+
+
 @pytest.mark.parametrize(
     ("limits", "outcome"),
     [
@@ -311,6 +325,25 @@ def test_with_every_gpu_sick_a_restart_waits_with_the_reason_and_heals() -> None
         assert "550.107.02" in (pod.waiting or "")
         side.make_sick(0, None)
         k.wait_for(lambda: pod.running)
+
+
+def test_a_pod_that_waits_for_a_well_gpu_survives_a_kubelet_restart() -> None:
+    """Its tokens are not the sick GPU's any more: Unhealthy ones would have it rejected."""
+    with running_side(hold_seconds=0.3) as (k, side):
+        pods = [k.run(one(f"p{i}", 5000)) for i in range(2)]
+        k.wait_for(lambda: all(p.running for p in pods))
+        hurt = next(p for p in pods if gpu_of(p) == side.gpus[1].uuid)
+        side.make_sick(1)
+        k.exit(hurt, "app", 1)
+        k.wait_for(lambda: hurt.waiting)
+        k.wait_for(lambda: k.allocatable[MEMORY] == 10000)  # both pods' tokens, and no free one
+        assert set(k.resource_health(hurt)["app"][MEMORY].values()) == {"Healthy"}
+        k.restart()
+        k.wait_for(side.registered)
+        k.wait_for(lambda: hurt.waiting)
+        assert hurt.phase != "Failed"
+        side.make_sick(1, None)
+        k.wait_for(lambda: hurt.running)
 
 
 def test_a_cordoned_gpu_keeps_what_it_has_and_gets_nothing_new() -> None:
