@@ -66,29 +66,52 @@ class CanaryResult:
     driver: str | None = None
 
 
+_SHORT_DIR = "/tmp"  # noqa: S108 - TemporaryDirectory's name below it must be no longer than CONTAINER_DIR
 _LEFT_BEHIND: list[subprocess.Popen[bytes]] = []
 
 Canary = Callable[[Path, str], CanaryResult]
 
 
 def run_canary(library: Path, driver: str, deadline_s: float = CANARY_DEADLINE_S) -> CanaryResult:
-    """Runs canary.py with the library preloaded, in a process that can be left behind if a broken
-    driver hangs it. `driver`: the name or path of libcuda.so.1."""
-    command = [
-        sys.executable, "-I", "-S", str(PACKAGE_DIR / "canary.py"), files.CONTAINER_DIR, driver,
-    ]  # fmt: skip
+    """Runs canary.py with a copy of the library that looks for its files in a temporary directory: no
+    privilege is needed. `driver`: the name or path of libcuda.so.1."""
+    try:
+        with tempfile.TemporaryDirectory(
+            prefix="ea-", dir=_SHORT_DIR, ignore_cleanup_errors=True
+        ) as directory:
+            copy = library.with_name(f".canary-{os.path.basename(directory)}.so")
+            try:
+                content = redirected(library.read_bytes(), directory)
+                if content is None:
+                    return CanaryResult(problem=f"{library} is not the library that this agent expects")
+                copy.write_bytes(content)
+                return _run_canary(copy, directory, driver, deadline_s)
+            finally:
+                copy.unlink(missing_ok=True)
+    except OSError as e:
+        return CanaryResult(untried=f"the canary could not be prepared: {e.strerror}")
+
+
+def redirected(library: bytes, directory: str) -> bytes | None:
+    """The library with its files' directory replaced, byte for byte as long; None: it names none, or
+    `directory` is too long."""
+    wanted = files.CONTAINER_DIR.encode()
+    if wanted not in library or len(os.fsencode(directory)) > len(wanted):
+        return None
+    return library.replace(wanted, os.fsencode(directory).ljust(len(wanted), b"/"))
+
+
+def _run_canary(library: Path, directory: str, driver: str, deadline_s: float) -> CanaryResult:
+    command = [sys.executable, "-I", "-S", str(PACKAGE_DIR / "canary.py"), directory, driver]
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        try:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                env={"LD_PRELOAD": str(library), "PATH": os.defpath},
-                start_new_session=True,
-            )
-        except OSError as e:
-            return CanaryResult(untried=f"it could not be started: {e.strerror}")
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            env={"LD_PRELOAD": str(library), "PATH": os.defpath},
+            start_new_session=True,
+        )
         try:
             status = process.wait(deadline_s)
         except subprocess.TimeoutExpired:
@@ -106,6 +129,8 @@ def run_canary(library: Path, driver: str, deadline_s: float = CANARY_DEADLINE_S
 def judge_canary(status: int, out: bytes, err: bytes) -> CanaryResult:
     """Pure: what a canary's exit status and output mean."""
     said = err.decode("utf-8", "replace").strip()
+    if status == -signal.SIGKILL:
+        return CanaryResult(untried="the canary was killed: the control group may lack memory for a driver")
     if status < 0:
         return CanaryResult(problem=f"the canary was ended by {signal.Signals(-status).name}")
     try:

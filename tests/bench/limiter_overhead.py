@@ -19,7 +19,8 @@ ROUNDS = 7
 CALLS = 200_000
 PERCENTAGES = (10, 30, 50, 80)
 KERNELS_US = (200, 2000, 30000)
-SPIN_MS = 2000
+SPIN_MS = 1000
+TRIES = 3
 
 ROWS = [
     ("limiter: added to an allocation and its freeing", ("limiter", "alloc_pair_overhead_ns"), 200, "ns"),
@@ -52,13 +53,17 @@ def overhead(box: Box) -> dict[str, float]:
 
 
 def accuracy(box: Box) -> list[dict[str, float]]:
-    """Busy percentage of the time-line for each asked percentage and kernel length, one process."""
+    """Busy percentage of the time-line for each asked percentage and kernel length, one process. The
+    highest of TRIES: a machine with other work launches late and reaches less, never more."""
     rows = []
     for asked in PERCENTAGES:
         for us in KERNELS_US:
-            box.limit(1024, cores_pct=asked)
-            line = box.run("dlsym", "init", "ctx", "stream", f"spin:{us}:{SPIN_MS}")[-1]
-            rows.append({"asked_pct": asked, "kernel_us": us, "reached_pct": line.values[0]})
+            reached = 0.0
+            for _ in range(TRIES):
+                box.limit(1024, cores_pct=asked)
+                line = box.run("dlsym", "init", "ctx", "stream", f"spin:{us}:{SPIN_MS}")[-1]
+                reached = max(reached, line.values[0])
+            rows.append({"asked_pct": asked, "kernel_us": us, "reached_pct": reached})
     return rows
 
 

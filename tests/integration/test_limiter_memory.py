@@ -160,6 +160,28 @@ def test_a_graph_that_takes_more_than_its_order_shows_is_charged_after_its_launc
     assert answers(lines[-2:]) == "info=424/1024 alloc!2"
 
 
+@pytest.mark.parametrize(
+    ("commands", "expected"),
+    [
+        ("ctx alloc:600 array:4096:4096 external:100 ctxdestroy ctx info", "ctx alloc array external ctxdestroy ctx info=1024/1024"),
+        ("ctx create:600 async:100 ctxdestroy ctx info", "ctx create async ctxdestroy ctx info=324/1024"),
+        ("primary alloc:600 async:100 reset primary info", "primary alloc async reset primary info=1024/1024"),
+        ("primary primary alloc:600 release1 info release1 primary info", "primary primary alloc release1 info=424/1024 release1 primary info=1024/1024"),
+        ("primary graph galloc:0:600 reset primary info", "primary graph galloc reset primary info=1024/1024"),
+    ],
+    ids=["what is the context's", "what is the device's", "reset", "the last release", "graphs"],
+)  # fmt: skip
+def test_a_context_takes_its_memory_with_it(box: Box, commands: str, expected: str) -> None:
+    assert answers(box.limit(1024).run("dlsym", "init", *commands.split())) == f"init {expected}"
+
+
+def test_contexts_that_come_and_go_under_a_cap(box: Box) -> None:
+    """The limiter's own events are a context's too: none is used after its end."""
+    one = ("ctx", "stream", "kernel:100:5", "sync", "kernel:100:5", "ctxdestroy")
+    lines = box.limit(1024, cores_pct=50).run("dlsym", "init", *one * 5)
+    assert {line.rc for line in lines} == {0}
+
+
 def test_the_overhead_is_charged_once_and_before_the_context(box: Box) -> None:
     box.limit(1024, overhead_mib=300)
     assert answers(box.run("dlsym", "init", "ctx", "primary", "info")) == "init ctx primary info=724/1024"
@@ -464,7 +486,8 @@ def test_sanitizers_find_nothing(tmp_path: Path, variant: str) -> None:
         commands += [take, f"{give}:{numbered}"]
         numbered += 1
     commands += ["graph", f"galloc:{numbered}:9", f"inst:{numbered}", f"glaunch:{numbered + 2}",
-                 f"gdestroy:{numbered}", f"xdestroy:{numbered + 2}", "alloc:5000", "future", "ancient", "info"]  # fmt: skip
+                 f"gdestroy:{numbered}", f"xdestroy:{numbered + 2}", "alloc:5000", "future", "ancient", "info",
+                 "kernel:50:3", "ctxdestroy", "ctx", "primary", "reset"]  # fmt: skip
     lines = box.limit(1024).run("dlsym", *commands)
     assert [line.name for line in lines if line.rc] == ["alloc", "future", "ancient"]
     for cores in (100, 40):
@@ -473,5 +496,7 @@ def test_sanitizers_find_nothing(tmp_path: Path, variant: str) -> None:
         )
         assert [line.rc for line in lines] == [0] * 5
         assert lines[2].values == lines[3].values == (0.0,)
+        one = ("ctx", "stream", "kernel:50:3", "alloc:1", "sync", "kernel:50:3", "ctxdestroy")
+        assert {line.rc for line in box.run("dlsym", "init", *one * 3)} == {0}
     damage(box.limit(1024), "truncated limits")
     assert {line.rc for line in box.run("dlsym", "init", "alloc:1", stderr=None)} == {0, OOM}

@@ -159,25 +159,34 @@ def test_a_process_that_slipped_past_is_found(backend: LimiterBackend, container
     finish(process)
 
 
-@needs_mounts
 def test_the_canary_proves_the_library_on_a_driver(library: Path) -> None:
     driver = str(tools().directory / "libcuda.so.1")
     result = run_canary(library, driver)
     assert (result.problem, result.untried, result.driver) == (None, None, driver)
+    assert [p.name for p in library.parent.iterdir()] == [library.name]
 
 
-@needs_mounts
 def test_the_canary_says_when_there_is_no_driver(library: Path) -> None:
     result = run_canary(library, "libcuda-that-is-not-there.so.1")
     assert (result.problem, result.untried) == (None, "no libcuda-that-is-not-there.so.1 on this host")
 
 
 def test_the_canary_finds_a_library_that_does_nothing(tmp_path: Path) -> None:
-    """Zero bytes: the loader only complains and goes on."""
-    empty = tmp_path / "empty.so"
-    empty.touch()
-    result = run_canary(empty, "libcuda.so.1")
-    assert result.problem is not None
+    """Zero bytes, and one that the loader complains of and goes on without."""
+    for content in (b"", files.CONTAINER_DIR.encode()):
+        useless = tmp_path / "useless.so"
+        useless.write_bytes(content)
+        assert run_canary(useless, "libcuda.so.1").problem is not None
+
+
+def test_the_canary_finds_a_library_that_does_not_understand_its_limits(
+    tmp_path: Path, library: Path
+) -> None:
+    """It refuses also what fits, as one of another version would."""
+    broken = tmp_path / "broken.so"
+    broken.write_bytes(library.read_bytes().replace(b"edgeagent-limits 1", b"edgeagent-limits 2"))
+    result = run_canary(broken, str(tools().directory / "libcuda.so.1"))
+    assert "cuDeviceTotalMem: 2 instead of 0" in (result.problem or "")
 
 
 def test_a_canary_that_hangs_is_left_behind(library: Path) -> None:

@@ -69,7 +69,7 @@ class Host:
         where.write_bytes(content.encode() if isinstance(content, str) else content)
 
     def library(self) -> Path:
-        (library,) = self.host.path("/usr/local/lib/edgeagent").iterdir()
+        (library,) = self.host.path(LimiterConfig().library_dir).iterdir()
         return library
 
     def process(
@@ -171,7 +171,7 @@ def test_the_library_is_installed_for_everybody_and_a_newer_one_beside_it(host: 
 
 
 def test_a_directory_that_cannot_be_written_is_the_probes_problem(host: Host) -> None:
-    host.write("/usr/local/lib/edgeagent", "a file where a directory must be")
+    host.write(LimiterConfig().library_dir, "a file where a directory must be")
     result = host.backend().probe(CARD, Axis.MEMORY)
     assert result.level is Level.NONE
     assert "cannot write" in (result.problem or "")
@@ -185,10 +185,11 @@ def test_a_directory_that_cannot_be_written_is_the_probes_problem(host: Host) ->
         (0, {"stage": "driver", "wrong": ["a", "b"], "why": "x"}, "", CanaryResult(problem="a; b")),
         (0, {"stage": "done", "wrong": [], "why": None}, "ERROR: ld.so: ignored.\nx", CanaryResult(problem="ERROR: ld.so: ignored.")),
         (-11, None, "", CanaryResult(problem="the canary was ended by SIGSEGV")),
+        (-9, None, "", CanaryResult(untried="the canary was killed: the control group may lack memory for a driver")),
         (1, None, "Traceback", CanaryResult(problem="the canary said nothing to be understood: 'Traceback'")),
         (0, [1], "", CanaryResult(problem="the canary said nothing to be understood: b'[1]'")),
     ],
-    ids=["done", "no driver", "wrong", "noise", "crash", "traceback", "not ours"],
+    ids=["done", "no driver", "wrong", "noise", "crash", "out of memory", "traceback", "not ours"],
 )  # fmt: skip
 def test_what_a_canarys_end_means(status: int, out: object, err: str, expected: CanaryResult) -> None:
     text = b"" if out is None else json.dumps(out).encode()

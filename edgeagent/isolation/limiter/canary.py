@@ -1,12 +1,12 @@
 """Tries the limiter's library against this host's driver, as a process of its own.
 
-    LD_PRELOAD=LIBRARY python -I -S canary.py CONTAINER_DIR [LIBCUDA]
+    LD_PRELOAD=LIBRARY python -I -S canary.py DIRECTORY [LIBCUDA]
 
-In a mount namespace of its own it puts a limit of 64 MiB where the library looks for one, and does
-what a program does: asks how much memory there is, and takes too much by each way to the driver.
-Prints one JSON object: `stage` is how far it came (`library`, `files`, `driver`, `context`, `done`),
-`wrong` what came out otherwise than it must, `why` what kept it from going on. It needs root for the
-mount namespace and takes a GPU context for a moment. Standard library only.
+LIBRARY is a copy that looks for its files in DIRECTORY, which is empty. The canary first sees
+everything refused, then puts a limit of 64 MiB there and does what a program does: asks how much
+memory there is, and takes too much by each way to the driver. Prints one JSON object: `stage` is how
+far it came (`library`, `files`, `driver`, `context`, `done`), `wrong` what came out otherwise than it
+must, `why` what kept it from going on. It takes a GPU context for a moment. Standard library only.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from typing import Any
 
 MIB = 1024 * 1024
 LIMIT_MIB = 64
-CLONE_NEWNS = 0x20000
-MS_REC, MS_PRIVATE = 0x4000, 0x40000
 LIMITS = (
     f"edgeagent-limits 1\nmemory_bytes {LIMIT_MIB * MIB}\ncores_pct 100\noverhead_bytes 0\nunified 0\n"
     "share canary\ngpu any\nend\n"
@@ -39,22 +37,7 @@ class Canary:
         if got != wanted:
             self.report["wrong"].append(f"{what}: {got} instead of {wanted}")
 
-    def mount(self, source: bytes, target: str, kind: bytes | None, flags: int) -> None:
-        if self.libc.mount(source, target.encode(), kind, ctypes.c_ulong(flags), None) != 0:
-            raise OSError(ctypes.get_errno(), f"cannot mount on {target}")
-
     def put_files(self, directory: str) -> None:
-        if self.libc.unshare(CLONE_NEWNS) != 0:
-            raise OSError(ctypes.get_errno(), "no mount namespace")
-        self.mount(b"none", "/", None, MS_REC | MS_PRIVATE)
-        # The deepest directory that is there is covered; nothing is written to the host.
-        cover = directory
-        while not os.path.isdir(cover):
-            cover = os.path.dirname(cover)
-        if cover == "/":
-            raise OSError(2, f"no directory above {directory}")
-        self.mount(b"tmpfs", cover, b"tmpfs", 0)
-        os.makedirs(directory, exist_ok=True)
         with open(os.path.join(directory, "limits"), "w") as f:
             f.write(LIMITS)
         with open(os.path.join(directory, "state"), "wb") as f:
@@ -121,18 +104,12 @@ class Canary:
         if not hasattr(self.libc, "cuMemAlloc_v2"):
             report["wrong"].append("the library was not preloaded")
             return
-        if not os.path.exists(os.path.join(directory, "limits")):
-            # Its complaint is for programs; here it is what we want to see, quietly.
-            stderr = os.dup(2)
-            quiet = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(quiet, 2)
-            self.closed_without_files()
-            os.dup2(stderr, 2)
-        try:
-            self.put_files(directory)
-        except OSError as e:
-            report["why"] = f"{e.strerror} (root and CAP_SYS_ADMIN are needed)"
-            return
+        # Its complaint is for programs; here it is what we want to see, quietly.
+        stderr, quiet = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+        os.dup2(quiet, 2)
+        self.closed_without_files()
+        os.dup2(stderr, 2)
+        self.put_files(directory)
         report["stage"] = "files"
         try:
             cuda = ctypes.CDLL(driver)
@@ -145,6 +122,9 @@ class Canary:
 
 
 def main() -> None:
+    # A driver takes memory, and the agent's own control group has little: better this process than it.
+    with open("/proc/self/oom_score_adj", "w") as f:
+        f.write("1000")
     canary = Canary()
     canary.run(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else "libcuda.so.1")
     print(json.dumps(canary.report))

@@ -208,6 +208,8 @@ static bool settle_lane(struct lane *lane) {
     }
     lane->begin_ns = 0;
     lane->launches = 0;
+    if (done != CUDA_SUCCESS && lane->pins == 0)
+        lane->begin = NULL; /* whatever became of the events: the next launch makes new ones */
     return true;
 }
 
@@ -318,6 +320,24 @@ void compute_settle(void) {
     int mode = graphs_relax();
     lock_take(&lanes_lock);
     (void)settle_all(&left);
+    lock_give(&lanes_lock);
+    graphs_restore(mode);
+}
+
+void compute_forget(CUcontext context) {
+    if (LIKELY(atomic_load_explicit(&uses, memory_order_relaxed) == 0))
+        return;
+    int mode = graphs_relax();
+    lock_take(&lanes_lock);
+    for (int i = 0; i < LANES; i++) {
+        struct lane *lane = &lanes[i];
+        if (lane->begin == NULL || lane->context != context || lane->pins != 0)
+            continue;
+        (void)settle_lane(lane);
+        (void)CALL(cuEventDestroy_v2, lane->begin);
+        (void)CALL(cuEventDestroy_v2, lane->end);
+        *lane = (struct lane){0};
+    }
     lock_give(&lanes_lock);
     graphs_restore(mode);
 }

@@ -191,6 +191,18 @@ void graphs_launched(CUgraphExec exec) {
         graphs_settle();
 }
 
+void graphs_forget(void) {
+    lock_take(&graphs_lock);
+    for (uint32_t i = 0; i < graphs_high; i++) {
+        graphs[i].handle = NULL;
+        graphs[i].references = 0;
+    }
+    account_uncharge(charged);
+    peaks = charged = 0;
+    atomic_store_explicit(&graphs_alive, 0, memory_order_relaxed);
+    lock_give(&graphs_lock);
+}
+
 void graphs_reset(void) {
     memset(graphs, 0, sizeof graphs);
     graphs_high = 0;

@@ -21,7 +21,7 @@
  * Memory (account.c, records.c, memory.c, graphs.c). All processes of the container share one
  * account in the state file: a total, and one slot per process. Every allocation is charged before
  * the driver is asked and taken back if the driver refuses; what would pass the limit is answered
- * CUDA_ERROR_OUT_OF_MEMORY. The limit is one sum over all GPUs that the container can see, since a
+ * CUDA_ERROR_OUT_OF_MEMORY. A context that is destroyed takes its memory with it. The limit is one sum over all GPUs that the container can see, since a
  * share is memory of one GPU. A process that died without freeing is noticed by the next one that
  * runs out of room, and its slot is emptied. The charge errs upwards where the driver does not tell
  * the truth, and is put right where it does (pools and graphs have a "reserved" figure).
@@ -141,14 +141,16 @@ void account_unlock(void);
 
 enum record_kind {
     RECORD_NONE,
-    RECORD_DEVICE,   /* CUdeviceptr of plain or managed memory */
-    RECORD_POOLED,   /* CUdeviceptr from a pool; owner: index of the pool */
-    RECORD_GRAPH_PTR, /* CUdeviceptr made by a graph; owner: index of the graph */
+    /* Of a context, which takes them with it: owner is the context. */
+    RECORD_DEVICE, /* CUdeviceptr of plain or managed memory */
     RECORD_ARRAY,
     RECORD_MIPMAP,
     RECORD_EXTERNAL,
     RECORD_HOST,       /* only on integrated GPUs */
     RECORD_REGISTERED, /* likewise */
+    RECORD_OF_CONTEXT = RECORD_REGISTERED,
+    RECORD_POOLED,   /* CUdeviceptr from a pool; owner: index of the pool */
+    RECORD_GRAPH_PTR, /* CUdeviceptr made by a graph; owner: index of the graph */
     RECORD_HANDLE,     /* CUmemHandle; owner: the allocation's number; count: references to it */
     RECORD_MAPPING,    /* address; bytes: its length; owner: the allocation's number */
     RECORD_PHYSICAL,   /* an allocation's number; bytes: charged; count: handles and mappings of it */
@@ -169,6 +171,9 @@ bool records_get(enum record_kind kind, uint64_t key, struct record *found);
 bool records_take(enum record_kind kind, uint64_t key, struct record *found); /* get and remove */
 /* The record of a kind with key <= at < key + bytes. Looks at all of them. */
 bool records_covering(enum record_kind kind, uint64_t at, struct record *found);
+/* Forgets what a context takes with it; gives the bytes. */
+uint64_t records_drop_context(uint64_t context);
+void records_drop_kind(enum record_kind kind);
 void records_reset(void); /* in a forked child */
 
 /* ---- memory.c, graphs.c, compute.c ------------------------------------------------------------ */
@@ -188,6 +193,7 @@ void graphs_own(CUgraph graph, CUdeviceptr pointer, uint64_t bytes);
 void graphs_free_node(CUdeviceptr pointer);
 void graphs_settle(void);
 void graphs_launched(CUgraphExec exec);
+void graphs_forget(void); /* the device was reset */
 void graphs_reset(void);
 
 struct lane;
@@ -195,6 +201,7 @@ struct lane;
 bool compute_before(CUstream stream, struct lane **lane);
 void compute_after(struct lane *lane, CUstream stream, CUresult launched);
 void compute_settle(void); /* after the program waited for the GPU */
+void compute_forget(CUcontext context); /* before it is destroyed, and our events with it */
 void compute_reset(void);
 
 /* ---- resolve.c: the driver -------------------------------------------------------------------- */

@@ -29,12 +29,17 @@ bool memory_charge(uint64_t bytes) {
     return false;
 }
 
+static uint64_t key_of(const void *handle) { return (uint64_t)(uintptr_t)handle; }
+
 /* After the driver answered: keep the charge under the handle, or give it back. */
 static CUresult keep(CUresult result, enum record_kind kind, uint64_t key, uint64_t bytes) {
-    if (result != CUDA_SUCCESS)
+    CUcontext context = NULL;
+    if (result != CUDA_SUCCESS) {
         account_uncharge(bytes);
-    else
-        records_put(kind, key, bytes, 0, 1); /* if that fails the charge stays: it errs upwards */
+        return result;
+    }
+    (void)CALL(cuCtxGetCurrent, &context);
+    records_put(kind, key, bytes, key_of(context), 1); /* if that fails the charge stays: it errs upwards */
     return result;
 }
 
@@ -46,8 +51,6 @@ static CUresult let_go(CUresult result, const struct record *taken) {
         records_put(taken->kind, taken->key, taken->bytes, taken->owner, taken->count);
     return result;
 }
-
-static uint64_t key_of(const void *handle) { return (uint64_t)(uintptr_t)handle; }
 
 /* ---- what a program is told ------------------------------------------------------------------- */
 
@@ -114,10 +117,6 @@ EXPORT CUresult cuCtxCreate_v3(CUcontext *context, void *affinity, int count, un
 
 EXPORT CUresult cuCtxCreate_v4(CUcontext *context, void *parameters, unsigned int flags, CUdevice device) {
     return account_attach() ? CALL(cuCtxCreate_v4, context, parameters, flags, device) : REFUSED;
-}
-
-EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {
-    return account_attach() ? CALL(cuDevicePrimaryCtxRetain, context, device) : REFUSED;
 }
 
 /* ---- plain device memory ---------------------------------------------------------------------- */
@@ -191,6 +190,9 @@ struct pool {
 
 #define POOLS 128u /* beyond them, and where the pool is not known: the first, which has no handle */
 
+#define DEVICES 64
+
+static CUcontext _Atomic primaries[DEVICES]; /* the primary context of each device, once seen */
 static struct lock pools_lock;
 static struct pool pools[POOLS];
 static uint32_t pool_count = 1;
@@ -250,7 +252,20 @@ void memory_settle(void) {
     graphs_restore(mode);
 }
 
+/* The device was reset: nothing that came from its pools is left. */
+static void forget_pools(void) {
+    records_drop_kind(RECORD_POOLED);
+    lock_take(&pools_lock);
+    for (uint32_t i = 0; i < pool_count; i++) {
+        account_uncharge(pools[i].free_of_charge ? 0 : pools[i].charged);
+        pools[i].used = pools[i].charged = 0;
+    }
+    lock_give(&pools_lock);
+}
+
 void memory_reset(void) {
+    for (int i = 0; i < DEVICES; i++)
+        atomic_store_explicit(&primaries[i], NULL, memory_order_relaxed);
     memset(pools, 0, sizeof pools);
     pool_count = 1;
     atomic_store_explicit(&pools_slack, false, memory_order_relaxed);
@@ -785,4 +800,72 @@ EXPORT CUresult cuMemHostUnregister(void *pointer) {
     bool known = records_take(RECORD_REGISTERED, key_of(pointer), &taken);
     CUresult result = CALL(cuMemHostUnregister, pointer);
     return known ? let_go(result, &taken) : result;
+}
+
+/* ---- the end of a context --------------------------------------------------------------------- */
+
+typedef CUresult destroy_call(CUcontext context);
+
+/* Forgotten first: another thread may be given the same addresses the moment they are free. */
+static CUresult destroy(destroy_call *driver, CUcontext context) {
+    if (driver == NULL)
+        return driver_lacks();
+    compute_forget(context);
+    uint64_t bytes = context == NULL ? 0 : records_drop_context(key_of(context));
+    CUresult result = driver(context);
+    if (result == CUDA_SUCCESS)
+        account_uncharge(bytes);
+    return result;
+}
+
+EXPORT CUresult cuCtxDestroy(CUcontext context) { return destroy(DRIVER(cuCtxDestroy), context); }
+
+EXPORT CUresult cuCtxDestroy_v2(CUcontext context) { return destroy(DRIVER(cuCtxDestroy_v2), context); }
+
+EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {
+    if (!account_attach())
+        return REFUSED;
+    CUresult result = CALL(cuDevicePrimaryCtxRetain, context, device);
+    if (result == CUDA_SUCCESS && device >= 0 && device < DEVICES)
+        atomic_store_explicit(&primaries[device], *context, memory_order_relaxed);
+    return result;
+}
+
+typedef CUresult device_call(CUdevice device);
+
+/* Releasing ends the primary context when nobody else holds it, resetting always. */
+static CUresult end_primary(device_call *driver, CUdevice device) {
+    unsigned int flags;
+    int active = 1;
+    CUcontext primary = NULL;
+    if (driver == NULL)
+        return driver_lacks();
+    if (device >= 0 && device < DEVICES)
+        primary = atomic_load_explicit(&primaries[device], memory_order_relaxed);
+    if (primary != NULL)
+        compute_forget(primary);
+    CUresult result = driver(device);
+    if (primary != NULL && result == CUDA_SUCCESS &&
+        CALL(cuDevicePrimaryCtxGetState, device, &flags, &active) == CUDA_SUCCESS && !active) {
+        account_uncharge(records_drop_context(key_of(primary)));
+        forget_pools();
+        graphs_forget();
+    }
+    return result;
+}
+
+EXPORT CUresult cuDevicePrimaryCtxRelease(CUdevice device) {
+    return end_primary(DRIVER(cuDevicePrimaryCtxRelease), device);
+}
+
+EXPORT CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device) {
+    return end_primary(DRIVER(cuDevicePrimaryCtxRelease_v2), device);
+}
+
+EXPORT CUresult cuDevicePrimaryCtxReset(CUdevice device) {
+    return end_primary(DRIVER(cuDevicePrimaryCtxReset), device);
+}
+
+EXPORT CUresult cuDevicePrimaryCtxReset_v2(CUdevice device) {
+    return end_primary(DRIVER(cuDevicePrimaryCtxReset_v2), device);
 }

@@ -110,6 +110,36 @@ bool records_covering(enum record_kind kind, uint64_t at, struct record *found) 
     return there;
 }
 
+static bool dies_with(const struct record *r, uint64_t context) {
+    return r->kind != RECORD_NONE && r->kind <= RECORD_OF_CONTEXT && r->owner == context;
+}
+
+uint64_t records_drop_context(uint64_t context) {
+    uint64_t bytes = 0;
+    lock_take(&table_lock);
+    for (size_t i = 0; i < capacity;) {
+        if (!dies_with(&table[i], context)) {
+            i++;
+            continue;
+        }
+        bytes += table[i].bytes;
+        remove_at(i); /* may have moved another one here */
+    }
+    lock_give(&table_lock);
+    return bytes;
+}
+
+void records_drop_kind(enum record_kind kind) {
+    lock_take(&table_lock);
+    for (size_t i = 0; i < capacity;) {
+        if (table[i].kind == kind)
+            remove_at(i);
+        else
+            i++;
+    }
+    lock_give(&table_lock);
+}
+
 void records_reset(void) {
     table = NULL; /* not unmapped: another thread of the parent may have been growing it */
     capacity = used = 0;

@@ -252,6 +252,12 @@ int main(int count, char **commands) {
             r = FN(cuDevicePrimaryCtxRetain)(&context, 0);
             if (r == 0)
                 FN(cuCtxSetCurrent)(context);
+        } else if (IS("ctxdestroy")) {
+            r = FN(cuCtxDestroy_v2)(context);
+        } else if (IS("release1")) {
+            r = FN(cuDevicePrimaryCtxRelease_v2)(0);
+        } else if (IS("reset")) {
+            r = FN(cuDevicePrimaryCtxReset_v2)(0);
         } else if (IS("alloc")) {
             r = FN(cuMemAlloc_v2)(&pointer, a * MIB);
             keep(r, pointer);

@@ -92,6 +92,7 @@ static uint64_t graph_reserved;
 /* Allocations by handle: a hash table whose places are never given back, only emptied. */
 struct thing {
     uint64_t key, bytes;
+    CUcontext context;
     int kind, refs;
     struct CUmemPoolHandle_st *pool;
 };
@@ -113,7 +114,7 @@ static struct thing *find(uint64_t key, bool add) {
 
 static struct thing *put(uint64_t key, int kind, uint64_t bytes) {
     struct thing *thing = find(key, true);
-    *thing = (struct thing){.key = key, .bytes = bytes, .kind = kind, .refs = 1};
+    *thing = (struct thing){.key = key, .bytes = bytes, .context = current, .kind = kind, .refs = 1};
     return thing;
 }
 
@@ -226,8 +227,49 @@ API(cuCtxCreate, CUcontext *c, unsigned int f, CUdevice d) { (void)f, (void)d; r
 API(cuCtxCreate_v2, CUcontext *c, unsigned int f, CUdevice d) { (void)f, (void)d; return make_context(c); }
 API(cuCtxCreate_v3, CUcontext *c, void *a, int n, unsigned int f, CUdevice d) { (void)a, (void)n, (void)f, (void)d; return make_context(c); }
 API(cuCtxCreate_v4, CUcontext *c, void *p, unsigned int f, CUdevice d) { (void)p, (void)f, (void)d; return make_context(c); }
-API(cuCtxDestroy_v2, CUcontext context) { free(context); if (current == context) current = NULL; return CUDA_SUCCESS; }
-API(cuDevicePrimaryCtxRetain, CUcontext *context, CUdevice device) { (void)device; *context = &primary; return started(); }
+static void end_context(CUcontext context) {
+    pthread_mutex_lock(&lock);
+    for (unsigned i = 0; i < THINGS; i++)
+        if (things[i].context == context && (things[i].kind == DEVICE || things[i].kind >= ARRAY)) {
+            memory_used -= things[i].bytes;
+            things[i].kind = GONE;
+        }
+    if (current == context)
+        current = NULL;
+    pthread_mutex_unlock(&lock);
+}
+API(cuCtxDestroy_v2, CUcontext context) { end_context(context); free(context); return CUDA_SUCCESS; }
+static int primary_holders;
+API(cuDevicePrimaryCtxRetain, CUcontext *context, CUdevice device) {
+    (void)device;
+    *context = &primary;
+    primary_holders++;
+    return started();
+}
+static void end_primary(void) {
+    primary_holders = 0;
+    end_context(&primary);
+    pthread_mutex_lock(&lock);
+    for (int i = 0; i < pool_count; i++) {
+        memory_used -= pools[i]->host ? 0 : pools[i]->reserved;
+        pools[i]->used = pools[i]->reserved = 0;
+    }
+    memory_used -= graph_reserved;
+    graph_reserved = 0;
+    pthread_mutex_unlock(&lock);
+}
+API(cuDevicePrimaryCtxRelease_v2, CUdevice device) {
+    (void)device;
+    if (--primary_holders == 0)
+        end_primary();
+    return CUDA_SUCCESS;
+}
+API(cuDevicePrimaryCtxReset_v2, CUdevice device) { (void)device; end_primary(); return CUDA_SUCCESS; }
+API(cuDevicePrimaryCtxGetState, CUdevice device, unsigned int *flags, int *active) {
+    (void)device, *flags = 0;
+    *active = primary_holders != 0;
+    return CUDA_SUCCESS;
+}
 API(cuCtxSetCurrent, CUcontext context) { current = context; return CUDA_SUCCESS; }
 API(cuCtxGetCurrent, CUcontext *context) { *context = current; return CUDA_SUCCESS; }
 API(cuCtxGetDevice, CUdevice *device) { *device = 0; return current != NULL ? CUDA_SUCCESS : 201; }
