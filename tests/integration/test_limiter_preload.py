@@ -184,7 +184,7 @@ def test_the_canary_finds_a_library_that_does_not_understand_its_limits(
 ) -> None:
     """It refuses also what fits, as one of another version would."""
     broken = tmp_path / "broken.so"
-    broken.write_bytes(library.read_bytes().replace(b"edgeagent-limits 1", b"edgeagent-limits 2"))
+    broken.write_bytes(library.read_bytes().replace(b"overhead_bytes\0", b"overhead_bytez\0"))
     result = run_canary(broken, str(tools().directory / "libcuda.so.1"))
     assert "cuDeviceTotalMem: 2 instead of 0" in (result.problem or "")
 
