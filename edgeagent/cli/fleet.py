@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ipaddress
 import logging
 import secrets
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -151,7 +153,13 @@ def run(args: argparse.Namespace) -> int:
 def _serve(server: uvicorn.Server, page: FleetPage) -> int:
     import asyncio
 
+    # uvicorn raises the signal again once it has stopped; that is how it should end.
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
+
     async def main() -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, setattr, server, "should_exit", True)
         failed = asyncio.create_task(page.failed.wait())
         stopping = asyncio.create_task(_stop_streams(server, page))
         serving = asyncio.create_task(server.serve())

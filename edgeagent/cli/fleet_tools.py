@@ -45,6 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     simulate.add_argument("--seed", type=int, default=1)
     simulate.add_argument("--connections", type=int, default=4, help="MQTT clients (default %(default)s)")
     simulate.add_argument("--for", dest="for_s", type=float, metavar="SECONDS", help="then end")
+    simulate.add_argument(
+        "--past",
+        type=int,
+        default=0,
+        metavar="MINUTES",
+        help="also send samples of so long ago, one a minute",
+    )
     simulate.add_argument("--steady", action="store_true", help="no node falls ill, recovers or is lost")
     simulate.add_argument("--keep", action="store_true", help="leave the retained messages at the broker")
 
@@ -100,6 +107,8 @@ def simulate(args: argparse.Namespace) -> int:
             f"{player.figures.sent} retained messages in {time.monotonic() - began_s:.1f} s; "
             f"{rate:g} samples a second"
         )
+        if args.past:
+            player.past(stop, min(args.past, 60))
         player.play(stop, args.for_s, changes=not args.steady)
         if not args.keep:
             _say("taking the retained messages away")

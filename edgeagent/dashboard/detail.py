@@ -38,7 +38,8 @@ def detail(node: Node, now_ms: int) -> dict[str, Any]:
         heardMs=node.heard_ms or None,
         sampleMs=node.sample_ms or None,
         headline=node.headline(),
-        reasons=p.texts(status.get("reasons"), 32),
+        # A will's reason is that it is one: the page says that anyway.
+        reasons=[] if status.get("will") is True else p.texts(status.get("reasons"), 32),
         agent=p.text(status.get("agent"), 60),
         configHash=p.text(status.get("configHash"), 80),
         startedMs=p.whole(status.get("startedMs")),

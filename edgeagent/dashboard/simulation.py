@@ -285,6 +285,12 @@ class SimulatedNode:
         body = messages.telemetry([messages.sample(self.snapshot(now_ms), now_ms)])
         return self.topics.telemetry, self._encode(body, now_ms, boxed=True), False
 
+    def past(self, now_ms: int, minutes: int) -> tuple[str, bytes, bool]:
+        """One sample a minute up to now, in one message, as on a metered link."""
+        times = [now_ms - 60_000 * n for n in range(minutes, 0, -1)]
+        body = messages.telemetry([messages.sample(self.snapshot(t), t) for t in times])
+        return self.topics.telemetry, self._encode(body, now_ms, boxed=True), False
+
     def xid_event(self, now_ms: int) -> tuple[str, bytes, bool]:
         body = messages.event(
             "xid", "XidFatal", "XID 79: the GPU has fallen off the bus", severity="critical",
@@ -448,6 +454,12 @@ class Player:
                 self._send(node, node.will(_now_ms()), stop)
         for connection in self._connections:
             connection.drain(60)
+
+    def past(self, stop: threading.Event, minutes: int) -> None:
+        """What a page that has been open for so long would have seen."""
+        for node in self.fleet:
+            if not stop.is_set():
+                self._send(node, node.past(_now_ms(), minutes), stop)
 
     def play(self, stop: threading.Event, for_s: float | None, *, changes: bool = True) -> None:
         """Samples in turn, status every STATUS_EVERY_S, and (`changes`) now and then a node that falls

@@ -11,6 +11,15 @@ export function mib(value) {
   return `${digits(value / 1024 / 1024)} TiB`;
 }
 
+/** "3.4 of 12.2 GiB": both in the unit of the second. */
+export function ofMib(part, whole_) {
+  const all = mib(whole_), unit = all.slice(all.indexOf(" ") + 1);
+  const scale = { MiB: 1, GiB: 1024, TiB: 1024 * 1024 }[unit];
+  return scale ? `${part ? (scale === 1 ? whole.format(part) : digits(part / scale)) : 0} of ${all}` : all;
+}
+
+export const shortModel = (name) => (name ?? "").replace(/^NVIDIA /, "").replace(/ Generation$/, "");
+
 const digits = (value) => (value < 100 ? value.toFixed(1) : whole.format(Math.round(value)));
 
 /** "3 s", "12 min", "5 h", "3 d". */

@@ -15,7 +15,7 @@ const LEVELS = {
 
 export function gpuCard(gpu, { series, now, can }) {
   const name = `GPU ${gpu.index ?? "?"}`;
-  return el("section", { class: `gpu ${gpu.health === "sick" ? "is-sick" : ""}`, "aria-label": `${name} ${gpu.model ?? ""}`, data: { key: gpu.uuid } },
+  return el("section", { class: `gpu ${gpu.health === "sick" ? "ill" : ""}`, "aria-label": `${name} ${gpu.model ?? ""}`, data: { key: gpu.uuid } },
     el("header", { class: "gpu-head" },
       el("h3", {}, name, " ", el("span", { class: "muted" }, gpu.model ?? "")),
       el("span", { class: "tags" },
@@ -90,7 +90,7 @@ function summary(gpu) {
 function containers(gpu, now) {
   return el("table", { class: "containers" },
     el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "Container"), el("th", { scope: "col", class: "num" }, "Memory, MiB"),
-      el("th", { scope: "col", class: "num" }, "Cores"), el("th", { scope: "col" }, "Limits hold"), el("th", { scope: "col", class: "num" }, "For"))),
+      el("th", { scope: "col", class: "num" }, "Cores"), el("th", { scope: "col" }, "Isolation"), el("th", { scope: "col", class: "num" }, "Age"))),
     el("tbody", {}, gpu.containers.map((c, i) => el("tr", { data: { key: `${c.podUid}/${c.container}` } },
       el("td", {}, el("i", { class: `swatch pod-${i % COLOURS}`, "aria-hidden": "true" }),
         el("span", { class: "pod-name" }, podName(c)), el("span", { class: "muted" }, ` ${c.container}`),
@@ -99,8 +99,8 @@ function containers(gpu, now) {
         c.leftoverMiB ? el("span", { class: "tag" }, `+${mib(c.leftoverMiB)} held by the kubelet`) : null),
       el("td", { class: "num", data: { label: "Memory" } }, `${c.usedMiB === undefined ? "–" : count(c.usedMiB)} / ${c.memoryMiB === undefined ? "no limit" : count(c.memoryMiB)}`),
       el("td", { class: "num", data: { label: "Cores" } }, `${c.utilPct === undefined ? "–" : Math.round(c.utilPct)} / ${c.coresPct === undefined ? "no cap" : `${c.coresPct} %`}`),
-      el("td", { data: { label: "Limits hold" } }, levelShort(c.levels)),
-      el("td", { class: "num", data: { label: "For" } }, c.since ? age(now - c.since) : "–"))),
+      el("td", { data: { label: "Isolation" } }, levelShort(c.levels)),
+      el("td", { class: "num", data: { label: "Age" } }, c.since ? age(now - c.since) : "–"))),
     gpu.more ? el("tr", {}, el("td", { colspan: 5, class: "muted" }, `and ${gpu.more} more`)) : null));
 }
 

@@ -1,10 +1,10 @@
 // The grid of nodes: only the cells that can be seen exist. A cell is a link to its node.
 
 import { el, setText } from "./dom.js";
-import { age, celsius, CONDITIONS, mib, percent, plural } from "./format.js";
+import { age, celsius, CONDITIONS, ofMib, percent, plural, shortModel } from "./format.js";
 
 const CELL_WIDTH = 250; // at least
-const CELL_HEIGHT = 112;
+const CELL_HEIGHT = 92;
 const GAP = 8;
 const OVERSCAN = 3; // rows above and below
 
@@ -134,14 +134,13 @@ function makeCell() {
   const bar = el("span", { class: "minibar", "aria-hidden": "true" }, el("i", { class: "promised" }), el("i", { class: "used" }));
   const link = el("a", { class: "cell" },
     el("span", { class: "cell-head" }, el("b", { class: "name" }), el("span", { class: "state" })),
-    el("span", { class: "place" }), bar, el("span", { class: "figures" }, el("span"), el("span")),
-    el("span", { class: "headline" }));
+    el("span", { class: "place" }), bar, el("span", { class: "last" }, el("span"), el("span")));
   return el("div", { role: "listitem", class: "cell-box" }, link);
 }
 
 function fillCell(box, row, now, selected) {
   const link = box.firstChild;
-  const [head, place, bar, figures, headline] = link.children;
+  const [head, place, bar, last] = link.children;
   const [site, name] = row.key.split("/");
   const href = `#/${row.key}`;
   if (link.getAttribute("href") !== href) {
@@ -154,12 +153,12 @@ function fillCell(box, row, now, selected) {
   setText(head.children[0], name);
   const since = row.condition !== "ready" && row.since ? ` ${age(now - row.since)}` : "";
   setText(head.children[1], CONDITIONS[row.condition] + since);
-  setText(place, [site, row.gpus > 1 ? `${row.gpus} × ${row.model || "GPU"}` : row.model].filter(Boolean).join(" · "));
+  setText(place, [site, row.gpus > 1 ? `${row.gpus} × ${shortModel(row.model || "GPU")}` : shortModel(row.model)].filter(Boolean).join(" · "));
   const scale = (value) => `${row.usableMiB ? Math.min(100, (100 * (value ?? 0)) / row.usableMiB) : 0}%`;
   bar.children[0].style.width = scale(row.promisedMiB);
   bar.children[1].style.width = scale(row.usedMiB);
-  setText(figures.children[0], `${mib(row.promisedMiB)} of ${mib(row.usableMiB)} · ${plural(row.containers, "pod")}`);
+  // Who is in trouble says why; who is not says how much.
   const live = [row.temperatureC === null ? "" : celsius(row.temperatureC), row.utilPct === null ? "" : percent(row.utilPct)];
-  setText(figures.children[1], live.filter(Boolean).join("  "));
-  setText(headline, row.headline);
+  setText(last.children[0], row.headline || `${ofMib(row.promisedMiB, row.usableMiB)} · ${plural(row.containers, "pod")}`);
+  setText(last.children[1], row.headline ? "" : live.filter(Boolean).join("  "));
 }

@@ -95,8 +95,11 @@ function actions(d, can) {
 function staleness(d, now) {
   if (["ready", "degraded", "sick", "waiting", "draining"].includes(d.condition)) return null;
   const heard = d.heardMs ? `Last heard ${age(now - d.heardMs)} ago. ` : "";
-  return el("p", { class: "stale", data: { key: "stale" } }, `${heard}What you see below is what the node said last.`);
+  const why = { lost: `${sentence(d.headline)} `, silent: `${sentence(d.headline)} `, offline: "The agent was stopped. " }[d.condition] ?? "";
+  return el("p", { class: "stale", data: { key: "stale" } }, `${why}${heard}Below is what the node said last.`);
 }
+
+const sentence = (text) => (text ? `${text[0].toUpperCase()}${text.slice(1).replace(/\.$/, "")}.` : "");
 
 function alerts(d, now) {
   const known = new Set((d.alerts ?? []).map((a) => a.message));
