@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING
 from edgeagent.config.schema import GpusConfig
 from edgeagent.errors import GpuError
 from edgeagent.gpus import jetson, nvidia_host
-from edgeagent.gpus.guard import GuardedBackend, GuardedLimiter
+from edgeagent.gpus.guard import GuardedBackend, GuardedComputeModes, GuardedLimiter
 from edgeagent.gpus.model import (
     CgroupMemoryLimiter,
+    ComputeModes,
     Gpu,
     GpuBackend,
     GpuEvent,
@@ -79,6 +80,7 @@ class NodeGpus:
         self._nvml_gpus: tuple[Gpu, ...] | None = None  # None: NVML does not work
         self._second = second
         self.limiter: CgroupMemoryLimiter | None = None
+        self.compute_modes: ComputeModes | None = None
         self.simulator: SimulatedBackend | None = None  # for the demo's faults
         if config.source == "simulated":
             from edgeagent.gpus.simulated import SimulatedBackend
@@ -99,6 +101,7 @@ class NodeGpus:
         self._nvml_backend = backend
         self._nvml = self._guard(backend)
         self.limiter = GuardedLimiter(self._nvml, backend)
+        self.compute_modes = GuardedComputeModes(self._nvml, backend)
 
     def _open_tegra(self) -> GuardedBackend:
         if self._tegra is None:

@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 from edgeagent.errors import GpuError
 from edgeagent.gpus.model import (
     CgroupMemoryLimiter,
+    ComputeModes,
     GpuBackend,
     GpuEvent,
     GpuFault,
@@ -232,3 +233,17 @@ class GuardedLimiter:
 
     def get_memory_limits(self, uuid: str, cgroup_dir: str) -> tuple[int, int | None, int]:
         return self._guard.call(f"limits {uuid}", lambda: self._limiter.get_memory_limits(uuid, cgroup_dir))
+
+
+class GuardedComputeModes:
+    """ComputeModes whose calls return in time, in lanes apart from the readings'."""
+
+    def __init__(self, guard: GuardedBackend, modes: ComputeModes) -> None:
+        self._guard = guard
+        self._modes = modes
+
+    def get_compute_mode(self, uuid: str) -> str:
+        return self._guard.call(f"limits {uuid}", lambda: self._modes.get_compute_mode(uuid))
+
+    def set_compute_mode(self, uuid: str, mode: str) -> None:
+        self._guard.call(f"limits {uuid}", lambda: self._modes.set_compute_mode(uuid, mode))

@@ -226,3 +226,14 @@ class CgroupMemoryLimiter(Protocol):
 
     def get_memory_limits(self, uuid: str, cgroup_dir: str) -> tuple[int, int | None, int]:
         """(soft MiB, hard MiB or None for no limit, bytes in use now)."""
+
+
+class ComputeModes(Protocol):
+    """Who may use a GPU for compute at the same time: "default" (everybody), "exclusive_process" (one
+    process: with MPS its server), "exclusive_thread", "prohibited". Implemented by the NVML back end.
+    Raises GpuError; `fault` "not_supported" where the GPU has no such modes. Setting needs root and is
+    lost at the next reboot."""
+
+    def get_compute_mode(self, uuid: str) -> str: ...
+
+    def set_compute_mode(self, uuid: str, mode: str) -> None: ...

@@ -1113,3 +1113,21 @@ def test_close_releases_the_driver_and_inventory_takes_it_again(rig: Rig) -> Non
         backend.topology()
     assert [g.uuid for g in backend.inventory().gpus] == [uuid]
     assert backend.read(uuid).fault is None
+
+
+def test_compute_mode_is_set_read_back_and_not_everywhere_there(rig: Rig) -> None:
+    uuid = rig.fake.add("rtx-a2000")
+    odd = rig.fake.add("rtx-a2000", compute_mode=None)
+    backend = rig.backend()
+    backend.inventory()
+    assert backend.get_compute_mode(uuid) == "default"
+    backend.set_compute_mode(uuid, "exclusive_process")
+    assert (backend.get_compute_mode(uuid), rig.fake.compute_mode(uuid)) == ("exclusive_process", 3)
+    rig.fake.set_compute_mode(uuid, 0)
+    assert backend.get_compute_mode(uuid) == "default"
+    with pytest.raises(GpuError) as e:
+        backend.set_compute_mode(odd, "exclusive_process")
+    assert e.value.fault == "not_supported"
+    rig.fake.error("nvmlDeviceSetComputeMode", NO_PERMISSION)
+    with pytest.raises(GpuError, match="only root may"):
+        backend.set_compute_mode(uuid, "default")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -42,6 +43,7 @@ REINIT_BACKOFF_S = (5.0, 300.0)  # between two tries to find a missing GPU by Sh
 _UNLIMITED = 0xFFFFFFFFFFFFFFFF  # NVML_DEVICE_MEMORY_LIMIT_MAX
 _TOPOLOGY = {0: "board", 10: "pix", 20: "pxb", 30: "phb", 40: "node", 50: "sys"}
 _MAX_NVLINKS = 36
+_COMPUTE_MODES = ("default", "exclusive_thread", "prohibited", "exclusive_process")  # by NVML's number
 
 
 class NvmlBackend:
@@ -267,29 +269,47 @@ class NvmlBackend:
     # ---- memory limits per cgroup (driver r615 and later) ---------------------------------------
 
     def set_memory_limits(self, uuid: str, cgroup_dir: str, soft_mib: int, hard_mib: int | None) -> None:
-        with self._limits(uuid, "set") as card:
+        with self._on_card(uuid, "set memory limits of a cgroup") as card:
             limits = self._limits_structure("c_nvmlSetMemoryLimits_v1_t", cgroup_dir)
             limits.softLimit = soft_mib * MIB
             limits.hardLimit = _UNLIMITED if hard_mib is None else hard_mib * MIB
             self._library.call("nvmlDeviceSetMemoryLimits_v1", card.handle, limits)
 
     def get_memory_limits(self, uuid: str, cgroup_dir: str) -> tuple[int, int | None, int]:
-        with self._limits(uuid, "get") as card:
+        with self._on_card(uuid, "get memory limits of a cgroup") as card:
             limits = self._limits_structure("c_nvmlGetMemoryLimits_v1_t", cgroup_dir)
             self._library.call("nvmlDeviceGetMemoryLimits_v1", card.handle, limits)
             hard_mib = None if limits.hardLimit == _UNLIMITED else int(limits.hardLimit) // MIB
             return int(limits.softLimit) // MIB, hard_mib, int(limits.currentUsed)
 
     def _limits_structure(self, name: str, cgroup_dir: str) -> Any:
-        path = str(self._host.path(cgroup_dir)).encode()
-        limits = self._library.structure(name, nameSpace=path)
+        path = str(self._host.path(cgroup_dir))
+        try:
+            # NVML opens the directory itself. Where the host's is mounted here at its usual place too,
+            # that is the name that its documentation shows.
+            if os.path.samefile(path, cgroup_dir):
+                path = cgroup_dir
+        except OSError:
+            pass  # only below the host root
+        limits = self._library.structure(name, nameSpace=path.encode())
         if limits is None:
             raise NvmlError(name, FUNCTION_NOT_FOUND, "this nvidia-ml-py is older than 13.615")
         return limits
 
+    # ---- compute modes --------------------------------------------------------------------------
+
+    def get_compute_mode(self, uuid: str) -> str:
+        with self._on_card(uuid, "get the compute mode") as card:
+            number = int(self._library.call("nvmlDeviceGetComputeMode", card.handle))
+            return _COMPUTE_MODES[number] if number < len(_COMPUTE_MODES) else f"mode {number}"
+
+    def set_compute_mode(self, uuid: str, mode: str) -> None:
+        with self._on_card(uuid, "set the compute mode") as card:
+            self._library.call("nvmlDeviceSetComputeMode", card.handle, _COMPUTE_MODES.index(mode))
+
     @contextlib.contextmanager
-    def _limits(self, uuid: str, verb: str) -> Iterator[Card]:
-        what = f"{verb} memory limits of a cgroup on {uuid}"
+    def _on_card(self, uuid: str, verb: str) -> Iterator[Card]:
+        what = f"{verb} on {uuid}"
         with self._session.calling(what):
             with self._lock:
                 sick = self._sick.get(uuid)

@@ -422,6 +422,21 @@ class FakeNvml:
             self._links += [(here, first + i, 1, remote) for i in range(links)]
         self._write()
 
+    # ---- compute mode ----
+    def compute_mode(self, uuid: str) -> int:
+        """0 default, 3 exclusive process, as last set."""
+        try:
+            lines = (self.root / "modes").read_text(encoding="utf-8").splitlines()
+        except FileNotFoundError:
+            lines = []
+        own = [int(line.split()[1]) for line in lines if line.split()[0] == uuid]
+        return own[-1] if own else int(self.gpu(uuid).readings["compute_mode"])
+
+    def set_compute_mode(self, uuid: str, mode: int) -> None:
+        """Somebody runs nvidia-smi -c."""
+        with open(self.root / "modes", "a", encoding="utf-8") as f:
+            f.write(f"{uuid} {mode}\n")
+
     # ---- memory limits per cgroup ----
     def memory_limits_supported(self, supported: bool = True) -> None:
         self.sys["memory_limits"] = int(supported)

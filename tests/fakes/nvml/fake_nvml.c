@@ -528,7 +528,6 @@ NUMBER(nvmlDeviceGetMultiGpuBoard, "multi_gpu_board", u32)
 NUMBER(nvmlDeviceGetDisplayActive, "display_active", u32)
 NUMBER(nvmlDeviceGetDisplayMode, "display_mode", u32)
 NUMBER(nvmlDeviceGetPersistenceMode, "persistence_mode", u32)
-NUMBER(nvmlDeviceGetComputeMode, "compute_mode", u32)
 NUMBER(nvmlDeviceGetPowerUsage, "power_mw", u32)
 NUMBER(nvmlDeviceGetPowerManagementLimit, "power_limit_mw", u32)
 NUMBER(nvmlDeviceGetPowerManagementDefaultLimit, "power_limit_mw", u32)
@@ -922,6 +921,38 @@ static int wait_event(const char *symbol, void *handle, nvmlEventData_t *out, u3
 }
 EXPORT int nvmlEventSetWait(void *s, nvmlEventData_t *o, u32 ms) { return wait_event(__func__, s, o, ms); }
 EXPORT int nvmlEventSetWait_v2(void *s, nvmlEventData_t *o, u32 ms) { return wait_event(__func__, s, o, ms); }
+
+/* ---- compute mode: the last one set is the last line of the file `modes`; it outlives the process ---- */
+EXPORT int nvmlDeviceGetComputeMode(void *h, u32 *out) {
+    char path[4096], line[256], uuid[96];
+    u64 mode;
+    ENTER(h);
+    rc = number(g, "compute_mode", &mode);
+    in_dir(path, sizeof path, "modes");
+    FILE *f = rc ? NULL : fopen(path, "re");
+    while (f && fgets(line, sizeof line, f)) {
+        u64 set;
+        if (sscanf(line, "%95s %llu", uuid, &set) == 2 && !strcmp(uuid, g->uuid)) mode = set;
+    }
+    if (f) fclose(f);
+    if (!rc) *out = (u32)mode;
+    return leave(rc);
+}
+
+EXPORT int nvmlDeviceSetComputeMode(void *h, u32 mode) {
+    char path[4096];
+    u64 now;
+    ENTER(h);
+    rc = number(g, "compute_mode", &now);
+    if (!rc && mode > 3) rc = INVALID_ARGUMENT;
+    if (rc) return leave(rc);
+    in_dir(path, sizeof path, "modes");
+    FILE *f = fopen(path, "ae");
+    if (!f) return leave(UNKNOWN);
+    fprintf(f, "%s %u\n", g->uuid, mode);
+    fclose(f);
+    return leave(OK);
+}
 
 /* ---- memory limits per cgroup (r615): kept in the file `limits`, so they outlive the process ---- */
 static int limits_ready(const Gpu *g, const char *cgroup) {
