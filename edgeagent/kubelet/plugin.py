@@ -13,7 +13,6 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from edgeagent.config.schema import Config
@@ -30,7 +29,7 @@ from edgeagent.kubelet.gate import AllocEvent, Gate, GateHooks, GateSettings, Is
 from edgeagent.kubelet.named import NamedDevice, NamedPlan, NamedService
 from edgeagent.kubelet.offers import GpuOffer, Offers, plan_offers
 from edgeagent.kubelet.podresources import AllocateGuard, PodResources
-from edgeagent.kubelet.server import DeviceService, PluginServer, new_workers
+from edgeagent.kubelet.server import DeviceService, PluginServer, ServerLoop
 from edgeagent.kubelet.shares import ShareService
 from edgeagent.kubelet.watch import DirectoryWatch
 from edgeagent.node.cdi import GPU_CLASS, ContainerEdits, SpecDir, qualified_name, spec_text
@@ -47,6 +46,7 @@ from edgeagent.snapshot import ContainerShare, ResourceState, WaitingContainer
 log = logging.getLogger(__name__)
 
 SOCKET_PREFIX = "edgeagent-"
+READMIT_S = 10.0  # after a kubelet's start its pods have been admitted again
 STREAM_GRACE_S = 2.0  # after Register the kubelet opens its stream within milliseconds
 MAX_LOST_PAUSE_S = 60.0
 FIRST_RETRY_S, MAX_RETRY_S, SLOW_RETRY_S = 0.01, 0.1, 5.0
@@ -132,7 +132,7 @@ class KubeletSide:
         self.cluster_version = config.sharing.cluster_version or cluster_version
         kubelet = config.kubelet
         self._dir = host.path(kubelet.device_plugin_dir)
-        self._workers: ThreadPoolExecutor = new_workers()
+        self._loop = ServerLoop()
         self._watch = DirectoryWatch(self._dir, use_inotify)
         self._guard = AllocateGuard()
         self.pod_resources = PodResources(host.path(kubelet.pod_resources_socket), self._guard)
@@ -149,10 +149,13 @@ class KubeletSide:
         self._links: Links = {}
         self._plan: _Plan | None = None
         self._entries: dict[str, TokenEntries] = {}
-        self._unhealthy = Demand()
+        self._unhealthy = Demand()  # as listed
+        self._spared = Demand()  # of what is unhealthy, what is not listed so for the moment
+        self._spared_until_s: float | None = None
         self._gpu_specs: dict[str, str] = {}
         self._endpoints: dict[str, _Endpoint] = {}
         self._kubelet_seen = False
+        self._kubelet: tuple[int, int] | None = None  # the socket of the last one seen
         self._new_socket = False  # the kubelet has made its socket since the last look
         self._failing = False
         self._registrations = 0
@@ -435,10 +438,10 @@ class KubeletSide:
         payloads: dict[str, bytes] = {}
         if self._plan.tokens:
             listed = self._unhealthy
-            offered, unhealthy = self.gate.read(
-                lambda ledger, line, now_s: (ledger.offered, ledger.unhealthy(listed))
+            offered, unhealthy, held = self.gate.read(
+                lambda ledger, line, now_s: (ledger.offered, ledger.unhealthy(listed), ledger.held())
             )
-            self._unhealthy = unhealthy
+            self._unhealthy = unhealthy = unhealthy - (self._spared & held)
             for resource, letter in self._plan.tokens.items():
                 count = offered[(MEMORY, CORES, NUMBER).index(letter)]
                 entries = self._entries.get(letter)
@@ -447,7 +450,7 @@ class KubeletSide:
                 payloads[resource] = entries.payload(unhealthy.of(letter))
         for resource, endpoint in self._endpoints.items():
             if isinstance(endpoint.server.service, NamedService) and resource in self._plan.named:
-                endpoint.server.service.update(self._plan.named[resource])
+                endpoint.server.service.update(self._plan.named[resource], self._spared_until_s is not None)
                 payloads[resource] = endpoint.server.service.payload()
         return payloads
 
@@ -478,7 +481,7 @@ class KubeletSide:
                 self._endpoints.clear()
             for endpoint in endpoints:
                 endpoint.server.close()
-            self._workers.shutdown(wait=False)
+            self._loop.shutdown()
             self._watch.close()
 
     def _step(self) -> float | None:
@@ -489,12 +492,20 @@ class KubeletSide:
         # In this order: the kubelet deletes our sockets before it makes its own, so those that are there
         # after its own was seen stay. Registering one that is gone would hang until its dial times out.
         sock = self._kubelet_identity()
+        now_s = time.monotonic()
+        if sock is not None and sock != self._kubelet:
+            self._kubelet = sock
+            self._spare_holders(now_s + READMIT_S)
         self._match_servers()
         self._note_kubelet(sock)
         if sock is None:
             return None
         due_s: list[float] = []
-        now_s = time.monotonic()
+        if self._spared_until_s is not None:
+            if now_s >= self._spared_until_s:
+                self._spare_nobody()
+            else:
+                due_s.append(self._spared_until_s)
         for endpoint in list(self._endpoints.values()):
             when_s = self._registration_due(endpoint, sock)
             if when_s is None:
@@ -507,6 +518,26 @@ class KubeletSide:
             due_s.append(when_s)
         self._new_socket = False
         return max(0.0, min(due_s) - time.monotonic()) if due_s else None
+
+    def _spare_holders(self, until_s: float) -> None:
+        """A kubelet that starts admits its pods again, and rejects one that does not run at that moment
+        if an ID of it is Unhealthy. So what is held is listed as Healthy until it has done that."""
+        with self._lock:
+            plan = self._plan
+            unhealthy, held = self.gate.read(
+                lambda ledger, line, now_s: (ledger.unhealthy(self._unhealthy), ledger.held())
+            )
+            self._spared = unhealthy & held if plan is not None and plan.tokens else Demand()
+            hurt = plan is not None and any(d.unusable for p in plan.named.values() for d in p.devices)
+            self._spared_until_s = until_s if self._spared or hurt else None
+        if self._spared_until_s is not None:
+            self._relist()
+
+    def _spare_nobody(self) -> None:
+        with self._lock:
+            self._spared = Demand()
+            self._spared_until_s = None
+        self._relist()
 
     def _match_servers(self) -> None:
         """Starts servers of resources that are offered now, ends the others, and puts back those whose
@@ -546,7 +577,7 @@ class KubeletSide:
                 )
             )
         socket = self._dir / f"{SOCKET_PREFIX}{resource.replace('/', '_')}.sock"
-        server = PluginServer(service, socket, self._workers, b"", self._watch.wake)
+        server = PluginServer(service, socket, self._loop, b"", self._watch.wake)
         with self._lock:
             self._endpoints[resource] = _Endpoint(server)
             server.publish(self._payloads()[resource])
