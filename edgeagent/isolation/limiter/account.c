@@ -376,7 +376,9 @@ void forked_child(void) {
     atomic_store_explicit(&attach_lock.word, 0, memory_order_relaxed);
     resolve_reset();
     records_reset();
-    memory_reset();
+    contexts_reset();
+    physical_reset();
+    pools_reset();
     graphs_reset();
     compute_reset();
 }

@@ -133,7 +133,7 @@ bool graphs_reserve(CUgraph handle, uint64_t bytes, uint64_t *raised) {
         uint64_t more = peaks + higher > charged ? peaks + higher - charged : 0;
         room = more == 0 || account_charge(more);
         if (!room) {
-            memory_settle();
+            pools_settle();
             room = account_charge(more);
         }
         if (room) {
@@ -213,12 +213,6 @@ void graphs_reset(void) {
 
 /* ---- entry points ----------------------------------------------------------------------------- */
 
-static bool is_charged(const CUDA_MEM_ALLOC_NODE_PARAMS *parameters) {
-    int type = parameters->poolProps.location.type;
-    return type == CU_MEM_LOCATION_TYPE_DEVICE || type == CU_MEM_LOCATION_TYPE_INVALID ||
-           account_limits()->unified;
-}
-
 /* Around adding an allocation node: reserve, and afterwards keep or give back. */
 struct reservation {
     CUgraph graph;
@@ -229,7 +223,7 @@ static bool reserve_node(struct reservation *reservation, CUgraph graph, const C
     *reservation = (struct reservation){.graph = graph};
     if (!account_attach())
         return false;
-    if (p == NULL || !is_charged(p))
+    if (p == NULL || !memory_counts(&p->poolProps.location))
         return true;
     reservation->bytes = p->bytesize;
     return graphs_reserve(graph, p->bytesize, &reservation->raised);

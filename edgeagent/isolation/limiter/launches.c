@@ -2,8 +2,6 @@
 #include "limiter.h"
 #include "hooks.h"
 
-#define REFUSED CUDA_ERROR_OUT_OF_MEMORY
-
 /* `seen`: the stream as the driver's plain functions name it. */
 #define LAUNCH(seen, CALL_DRIVER)               \
     struct lane *lane;                          \
@@ -94,7 +92,7 @@ EXPORT CUresult cuGraphLaunch_ptsz(CUgraphExec exec, CUstream stream) {
 /* The driver gives back what pools do not keep, and the lanes know how long they took. */
 static CUresult waited(CUresult result) {
     compute_settle();
-    memory_settle();
+    pools_settle();
     return result;
 }
 

@@ -18,15 +18,16 @@
  * CUDA versions and per-thread-stream flags stay the driver's business. Only where the driver hands
  * out pointers that it does not export is the name looked at.
  *
- * Memory (account.c, records.c, memory.c, graphs.c). All processes of the container share one
- * account in the state file: a total, and one slot per process. Every allocation is charged before
- * the driver is asked and taken back if the driver refuses; what would pass the limit is answered
- * CUDA_ERROR_OUT_OF_MEMORY. A context that is destroyed takes its memory with it. The limit is one sum over all GPUs that the container can see, since a
- * share is memory of one GPU. A process that died without freeing is noticed by the next one that
- * runs out of room, and its slot is emptied. The charge errs upwards where the driver does not tell
- * the truth, and is put right where it does (pools and graphs have a "reserved" figure).
+ * Memory (account.c and records.c; memory.c, pools.c, physical.c, arrays.c, graphs.c, contexts.c). All
+ * processes of the container share one account in the state file: a total, and one slot per process.
+ * Every allocation is charged before the driver is asked and taken back if the driver refuses; what
+ * would pass the limit is answered CUDA_ERROR_OUT_OF_MEMORY. A context that is destroyed takes its
+ * memory with it. The limit is one sum over all GPUs that the container can see, since a share is
+ * memory of one GPU. A process that died without freeing is noticed by the next one that runs out of
+ * room, and its slot is emptied. The charge errs upwards where the driver does not tell the truth, and
+ * is put right where it does (pools and graphs have a "reserved" figure).
  *
- * Compute (compute.c). The container has a budget of GPU time that refills at the asked percentage.
+ * Compute (launches.c, compute.c). The container has a budget of GPU time that refills at the asked percentage.
  * Events around the launches say how long the GPU was busy with them; a launch that comes when the
  * budget is spent waits on the CPU. Nothing is ever done to a stream that is being captured.
  *
@@ -176,12 +177,25 @@ uint64_t records_drop_context(uint64_t context);
 void records_drop_kind(enum record_kind kind);
 void records_reset(void); /* in a forked child */
 
-/* ---- memory.c, graphs.c, compute.c ------------------------------------------------------------ */
+/* ---- memory.c, pools.c, physical.c, graphs.c, contexts.c, compute.c; reset: in a forked child ---- */
+
+#define REFUSED CUDA_ERROR_OUT_OF_MEMORY
 
 /* Charges; where there is no room it first puts the pools' and graphs' charges right. */
 bool memory_charge(uint64_t bytes);
-void memory_settle(void);
-void memory_reset(void);
+uint64_t memory_round_up(uint64_t bytes); /* to what the driver gives out at least */
+uint64_t memory_key(const void *handle);
+bool memory_counts(const CUmemLocation *location); /* after account_attach */
+/* After the driver's answer to an allocation: keeps the charge under the handle, or gives it back. */
+CUresult memory_keep(CUresult result, enum record_kind kind, uint64_t key, uint64_t bytes);
+/* After its answer to a free: `taken` is what was forgotten before it was asked. */
+CUresult memory_let_go(CUresult result, const struct record *taken);
+
+void pools_settle(void); /* makes their charges what the driver says */
+void pools_forget(void); /* the device was reset */
+void pools_reset(void);
+void contexts_reset(void);
+void physical_reset(void);
 
 bool graphs_capturing(CUstream stream, CUgraph *graph); /* `graph` may be NULL */
 int graphs_relax(void); /* allows calls that other threads' captures forbid; gives what to restore */
