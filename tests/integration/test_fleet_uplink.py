@@ -85,13 +85,16 @@ def test_the_will_says_lost_when_the_agent_is_killed(
 
 def test_a_short_cut_does_not_flap(broker: Mosquitto, observer: Observer, tmp_path: Path) -> None:
     """With a will delay nobody hears of a blip (MQTT 5)."""
-    with FlakyProxy(broker.port) as proxy, RunningUplink(config(proxy.url), tmp_path) as up:
+    with (
+        FlakyProxy(broker.port) as proxy,
+        RunningUplink(config(proxy.url, will_delay_seconds=3), tmp_path) as up,
+    ):
         up.wait_connected()
         for n in range(3):
             proxy.cut()
             wait_until(lambda n=n: up.uplink.state().reconnects > n)
         observer.wait(lambda seen: sum(s.topic.endswith("/status") for s in seen) >= 4)
-        time.sleep(1.2)  # longer than the will delay
+        time.sleep(3.5)  # longer than the will's delay
         assert {s.payload["state"] for s in observer.on("/status")} == {"ready"}
 
 
