@@ -232,9 +232,9 @@ find_pip() { # sets PIP: a pip wheel, run from where it lies; the system's pip i
 }
 
 writable() { # DIRECTORY: whether it, or where it will be made, takes a file
-    place=$1
-    while [ ! -d "$place" ]; do place=$(dirname "$place"); done
-    probe=$(mktemp "$place/.edgeagent-probe-XXXXXX" 2>/dev/null) || return 1
+    existing=$1
+    while [ ! -d "$existing" ]; do existing=$(dirname "$existing"); done
+    probe=$(mktemp "$existing/.edgeagent-probe-XXXXXX" 2>/dev/null) || return 1
     echo x >"$probe" 2>/dev/null || { rm -f "$probe"; return 1; }
     rm -f "$probe"
 }
@@ -301,6 +301,9 @@ choose_program() { # sets ENV_DIR (to be in use), and INSTALL where it has to be
 }
 
 make_program() {
+    if [ -f "$ENV_DIR/.complete" ] && "$ENV_DIR/bin/python" -c '' 2>/dev/null; then
+        return 0 # made earlier, and not put in place then
+    fi
     note "making $ENV_DIR with Python $PY_VERSION"
     if [ -n "$DRY" ]; then
         note "would run: $PY -m venv --without-pip $ENV_DIR"
@@ -327,7 +330,7 @@ make_program() {
         wheel=$(echo "$WORK"/wheel/edgeagent-*.whl)
         set --
     fi
-    if ! "$ENV_DIR/bin/python" "$PIP/pip" install --disable-pip-version-check --no-input --quiet --compile \
+    if ! "$ENV_DIR/bin/python" "$PIP/pip" install --disable-pip-version-check --no-input --quiet --no-compile \
         --no-cache-dir --only-binary :all: "$@" "$wheel${EXTRAS:+[$EXTRAS]}" >"$WORK/pip.log" 2>&1; then
         missing=$(sed -n 's/.*No matching distribution found for \([^ ;]*\).*/\1/p' "$WORK/pip.log" | head -n 1)
         [ -z "$missing" ] || die "there is no ready-made wheel of $missing for Python $PY_VERSION on $ARCH" \
@@ -335,6 +338,8 @@ make_program() {
         tail -n 5 "$WORK/pip.log" >&2
         die "pip could not install edgeagent (see above); without a network use --offline BUNDLE"
     fi
+    # All cores at once; without it each start of the agent would compile, in 10 MB more of memory.
+    "$ENV_DIR/bin/python" -m compileall -q -j 0 "$ENV_DIR/lib" >/dev/null || true
     cp "$SOURCE/configs/agent.yaml" "$SOURCE/systemd/edgeagent.service" "$ENV_DIR/"
     : >"$ENV_DIR/.complete"
 }

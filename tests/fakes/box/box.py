@@ -109,14 +109,23 @@ class Box:
         return target
 
     def k3s(
-        self, version: str = "v1.33.5+k3s1", *, role: str = "server", containerd: str = "version = 3\n", data: str = ""
+        self,
+        version: str = "v1.33.5+k3s1",
+        *,
+        role: str = "server",
+        containerd: str = "version = 3\n",
+        data: str = "",
     ) -> None:
         """K3s's files, as an installation of this version leaves them."""
         data_dir = data or "/var/lib/rancher/k3s"
-        self.write("/usr/local/bin/k3s", f'#!/bin/sh\necho "$@" >>/run/k3s-calls\necho "k3s version {version} (x)"\n', 0o755)
+        self.write(
+            "/usr/local/bin/k3s",
+            f'#!/bin/sh\necho "$@" >>/run/k3s-calls\necho "k3s version {version} (x)"\n',
+            0o755,
+        )
         if role == "server":
             self.write(f"{data_dir}/server/token", "secret\n", 0o600)
-            (self.upper / data_dir.lstrip("/") / "server/manifests").mkdir()
+            (self.upper / data_dir.lstrip("/") / "server/manifests").mkdir(exist_ok=True)
         self.write(f"{data_dir}/agent/etc/containerd/config.toml", containerd)
 
     # -- life --
@@ -175,7 +184,11 @@ class Box:
     def start(self, *argv: str) -> subprocess.Popen[str]:
         """As run, but does not wait; the process is a session of its own."""
         return subprocess.Popen(
-            self._enter(argv), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+            self._enter(argv),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
         )
 
     def sh(self, script: str) -> str:
@@ -195,7 +208,9 @@ class Box:
         log = self.run_dir / "standin-systemd/calls"
         return log.read_text().splitlines() if log.exists() else []
 
-    def changes(self, *, times: bool = False, skip: Iterable[str] = ("/tmp", "/var/tmp", "/root/.cache")) -> Changes:
+    def changes(
+        self, *, times: bool = False, skip: Iterable[str] = ("/tmp", "/var/tmp", "/root/.cache")
+    ) -> Changes:
         """What differs from this machine; with `times` the modification times count as well."""
         found: dict[str, tuple[int, str]] = {}
         for path in sorted(self.upper.rglob("*")):

@@ -69,8 +69,10 @@ def start(name):
     if extra.exists():
         env.update(line.split("=", 1) for line in extra.read_text().splitlines())
     Path("/run/edgeagent").mkdir(exist_ok=True)
-    log = open(STATE / f"{name}.log", "ab")
-    child = subprocess.Popen(command, env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
+    with open(STATE / f"{name}.log", "ab") as log:
+        child = subprocess.Popen(
+            command, env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+        )
     (STATE / f"{name}.pid").write_text(str(child.pid))
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline and child.poll() is None:
