@@ -1,14 +1,13 @@
 """What the limiter costs a program, and how well it keeps a percentage, on the stand-in driver.
 
 `main()` prints one JSON object: nanoseconds per allocation pair and per launch with and without the
-library, alternately in one run (medians), and the busy percentage reached for each asked percentage
+library, alternately in one run (the least disturbed round of each), and the busy percentage reached for each asked percentage
 and kernel length. Nothing of it ran on a GPU: it is the library's own cost, to which the driver's adds.
 """
 
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -30,7 +29,8 @@ ROWS = [
 
 
 def overhead(box: Box) -> dict[str, float]:
-    """Medians over ROUNDS of a process without and one with the library, in turn."""
+    """The least of ROUNDS of a process without and one with the library, in turn: other work on the
+    machine only adds."""
     seen: dict[bool, list[tuple[float, ...]]] = {False: [], True: []}
     for _ in range(ROUNDS):
         for preload in (False, True):
@@ -39,8 +39,7 @@ def overhead(box: Box) -> dict[str, float]:
                 box.run("dlsym", "init", "ctx", f"bench:{CALLS}", preload=preload)[-1].values
             )
     (pair, launch), (pair_with, launch_with) = (
-        tuple(statistics.median(column) for column in zip(*seen[preload], strict=True))
-        for preload in (False, True)
+        tuple(min(column) for column in zip(*seen[preload], strict=True)) for preload in (False, True)
     )
     return {
         "alloc_pair_ns_without": round(pair, 1),
