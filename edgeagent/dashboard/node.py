@@ -233,6 +233,8 @@ class Node:
         return True
 
     def take_inventory(self, body: JsonObject, data: bytes, *, retained: bool, now_ms: int) -> bool:
+        if not isinstance(body.get("gpus"), list):
+            return False
         self._heard(Stamp.of(body, now_ms), retained, now_ms)
         if data == self.inventory_data:
             return False
@@ -243,6 +245,8 @@ class Node:
         return True
 
     def take_allocation(self, body: JsonObject, data: bytes, *, retained: bool, now_ms: int) -> bool:
+        if not isinstance(body.get("gpus"), list):
+            return False
         self._heard(Stamp.of(body, now_ms), retained, now_ms)
         if data == self.allocation_data:
             return False
