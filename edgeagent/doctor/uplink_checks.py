@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from edgeagent.doctor.certificates import validities
 from edgeagent.doctor.examination import Examination
 from edgeagent.doctor.findings import Finding, fail, ok, skip, warn
-from edgeagent.node.clock import SystemClock
+from edgeagent.node.clock import Moment, SystemClock
 
 CONNECT_TIMEOUT_S = 5.0
 SOON = timedelta(days=30)
@@ -22,15 +22,17 @@ _OLDEST_PLAUSIBLE = datetime(2025, 1, 1, tzinfo=timezone.utc)
 
 
 def clock(x: Examination) -> Iterator[Finding]:
-    now = SystemClock(x.host).now()
+    yield judge_clock(SystemClock(x.host).now())
+
+
+def judge_clock(now: Moment) -> Finding:
     at = datetime.fromtimestamp(now.wall_ms / 1000, timezone.utc)
     shown = f"{at:%Y-%m-%d %H:%M} UTC"
     if at < _OLDEST_PLAUSIBLE:
-        yield fail(f"the clock says {shown}", "timedatectl set-ntp true; TLS cannot work with a wrong clock")
-    elif now.synced:
-        yield ok(f"{shown}, kept right by time synchronisation")
-    else:
-        yield warn(f"{shown}, and nothing keeps it right", "timedatectl set-ntp true, or install chrony")
+        return fail(f"the clock says {shown}", "timedatectl set-ntp true; TLS cannot work with a wrong clock")
+    if now.synced:
+        return ok(f"{shown}, kept right by time synchronisation")
+    return warn(f"{shown}, and nothing keeps it right", "timedatectl set-ntp true, or install chrony")
 
 
 def broker(x: Examination) -> Iterator[Finding]:
