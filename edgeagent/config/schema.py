@@ -201,7 +201,11 @@ class SharingConfig:
 @dataclass(frozen=True, slots=True)
 class LimiterConfig:
     overhead_mib: int = key(
-        0, low=0, high=4096, yaml="overheadMiB", doc="Charged per process for what cannot be seen."
+        256,
+        low=0,
+        high=4096,
+        yaml="overheadMiB",
+        doc="Charged per process for what cannot be seen: CUDA context, modules, cuBLAS.",
     )
     # Not below /usr, which is read-only on some systems and to the service everywhere.
     library_dir: str = key("/var/lib/edgeagent/lib", doc="Host directory the built library is copied to.")
