@@ -80,22 +80,26 @@ class NamedService:
         self._on_event = on_event
         self._lock = threading.Lock()
         self._plan = plan
+        self._spare_holders = False
 
     @property
     def plan(self) -> NamedPlan:
         with self._lock:
             return self._plan
 
-    def update(self, plan: NamedPlan) -> None:
+    def update(self, plan: NamedPlan, spare_holders: bool = False) -> None:
+        """`spare_holders`: what containers hold is listed as Healthy for the moment."""
         with self._lock:
             self._plan = plan
+            self._spare_holders = spare_holders
 
     def health(self) -> dict[str, bool]:
         """Every ID, and whether it is Healthy. What containers hold of a GPU that only takes nothing new
         stays so: an admitted pod with an Unhealthy ID would fail."""
         held = self._held(self.resource)
         return {
-            name: device.unusable is None and (device.nothing_new is None or name in held)
+            name: (device.nothing_new is None or name in held)
+            and (device.unusable is None or (self._spare_holders and name in held))
             for device in self.plan.devices
             for name in device.ids
         }

@@ -150,7 +150,8 @@ class KubeletSide:
         self._plan: _Plan | None = None
         self._entries: dict[str, TokenEntries] = {}
         self._unhealthy = Demand()  # as listed
-        self._spared = Demand()  # of what is unhealthy, what is not listed so for the moment
+        # Of what is held, what is not listed as unhealthy until then; None: all of it.
+        self._spared: Demand | None = Demand()
         self._spared_until_s: float | None = None
         self._gpu_specs: dict[str, str] = {}
         self._endpoints: dict[str, _Endpoint] = {}
@@ -441,7 +442,7 @@ class KubeletSide:
             offered, unhealthy, held = self.gate.read(
                 lambda ledger, line, now_s: (ledger.offered, ledger.unhealthy(listed), ledger.held())
             )
-            self._unhealthy = unhealthy = unhealthy - (self._spared & held)
+            self._unhealthy = unhealthy = unhealthy - (held if self._spared is None else self._spared & held)
             for resource, letter in self._plan.tokens.items():
                 count = offered[(MEMORY, CORES, NUMBER).index(letter)]
                 entries = self._entries.get(letter)
@@ -494,8 +495,8 @@ class KubeletSide:
         sock = self._kubelet_identity()
         now_s = time.monotonic()
         if sock is not None and sock != self._kubelet:
+            self._spare_holders(now_s + READMIT_S, restarted=self._kubelet is not None)
             self._kubelet = sock
-            self._spare_holders(now_s + READMIT_S)
         self._match_servers()
         self._note_kubelet(sock)
         if sock is None:
@@ -519,24 +520,23 @@ class KubeletSide:
         self._new_socket = False
         return max(0.0, min(due_s) - time.monotonic()) if due_s else None
 
-    def _spare_holders(self, until_s: float) -> None:
+    def _spare_holders(self, until_s: float, *, restarted: bool) -> None:
         """A kubelet that starts admits its pods again, and rejects one that does not run at that moment
-        if an ID of it is Unhealthy. So what is held is listed as Healthy until it has done that."""
+        if an ID of it is Unhealthy. So what is held is listed as Healthy until it has done that: whatever
+        falls ill meanwhile if the kubelet is known to have started again, else only what is ill now."""
         with self._lock:
-            plan = self._plan
+            plan = self._plan or _Plan()
             unhealthy, held = self.gate.read(
                 lambda ledger, line, now_s: (ledger.unhealthy(self._unhealthy), ledger.held())
             )
-            self._spared = unhealthy & held if plan is not None and plan.tokens else Demand()
-            hurt = plan is not None and any(d.unusable for p in plan.named.values() for d in p.devices)
-            self._spared_until_s = until_s if self._spared or hurt else None
-        if self._spared_until_s is not None:
-            self._relist()
+            self._spared = None if restarted else unhealthy & held
+            hurt = any(device.unusable for p in plan.named.values() for device in p.devices)
+            self._spared_until_s = until_s if restarted or self._spared or hurt else None
+        self._relist()
 
     def _spare_nobody(self) -> None:
         with self._lock:
-            self._spared = Demand()
-            self._spared_until_s = None
+            self._spared, self._spared_until_s = Demand(), None
         self._relist()
 
     def _match_servers(self) -> None:

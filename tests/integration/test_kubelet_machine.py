@@ -38,7 +38,7 @@ def limits(mib: int, cores: int | None, number: bool) -> dict[str, int]:
 class Node(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.kubelet = StandInKubelet(seed=5, timing=FAST.but(readmit_s=1.0))
+        self.kubelet = StandInKubelet(seed=5, timing=FAST.but(readmit_s=0.5))
         self.kubelet.start()
         self.side = Side(self.kubelet, [pretend_gpu(i, mib) for i, mib in enumerate(SIZES)], hold_seconds=1.0)
         self.pods: list[Pod] = []
@@ -112,7 +112,7 @@ class Node(RuleBasedStateMachine):
         """Nothing is under way: who can run runs, who cannot waits and is listed as waiting."""
         gate = self.side.side.gate
         gate.sweep_once()
-        if not self.side.registered():
+        if not self.side.registered() or not self.kubelet.devices.sources_ready:
             return False
         healthy = {r.name: r.healthy for r in self.side.side.resources()}
         if {r: self.kubelet.allocatable.get(r) for r in healthy} != healthy:

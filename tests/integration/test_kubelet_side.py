@@ -346,6 +346,22 @@ def test_a_pod_that_waits_for_a_well_gpu_survives_a_kubelet_restart() -> None:
         k.wait_for(lambda: hurt.running)
 
 
+def test_a_pod_that_does_not_run_when_its_kubelet_restarts_is_not_rejected_for_a_sick_gpu() -> None:
+    timing = FAST.but(readmit_s=1.0, restart_backoff_s=(0.5, 2.0))
+    with running_side([pretend_gpu(0)], kubelet={"timing": timing}, hold_seconds=0.3) as (k, side):
+        pod = k.run(one("a", 5000))
+        k.wait_for(lambda: pod.running)
+        side.make_sick(0)
+        k.wait_for(lambda: k.allocatable[MEMORY] == 0)
+        k.restart()
+        k.exit(pod, "app", 1)  # nobody has asked for its start yet: the ledger has it on the sick GPU
+        k.wait_for(side.registered)
+        k.wait_for(lambda: pod.waiting)
+        assert pod.phase != "Failed"
+        side.make_sick(0, None)
+        k.wait_for(lambda: pod.running)
+
+
 def test_a_cordoned_gpu_keeps_what_it_has_and_gets_nothing_new() -> None:
     with running_side() as (k, side):
         pod = k.run(one("a", 3000))
@@ -495,7 +511,7 @@ def test_an_agent_that_starts_again_knows_which_gpu_everyone_is_on() -> None:
         k.wait_for(side.registered)
         after = {c.pod: (c.gpu_uuid, c.memory_mib, c.cores_pct, c.since_ms) for c in side.side.containers()}
         assert after == before
-        assert k.allocatable[MEMORY] == 16384
+        k.wait_for(lambda: k.allocatable[MEMORY] == 16384)
         big = k.run(one("big", 3000))  # 4,378 left in the sum, not on one card
         k.wait_for(lambda: side.side.waiting())
         assert not big.running
