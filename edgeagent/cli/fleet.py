@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgeagent.errors import FleetError
+from edgeagent.fleet.topics import is_name
 
 if TYPE_CHECKING:
     import uvicorn
@@ -101,6 +102,7 @@ def run(args: argparse.Namespace) -> int:
     host, port = _listen(args.listen)
     _check_exposure(host, args)
     secret, told = _secret(args.token_file)
+    expected = _expected(args.expect)
     page_id = secrets.token_hex(4)
     page = FleetPage(
         PageSettings(
@@ -109,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
             host_names=tuple(args.host_name),
             read_only=args.read_only,
             telemetry=args.telemetry,
-            expected=_expected(args.expect),
+            expected=expected,
             command_keys=args.command_keys,
         ),
         link.LinkSettings(
@@ -122,6 +124,7 @@ def run(args: argparse.Namespace) -> int:
             ca_file=args.ca,
             cert_file=args.cert,
             key_file=args.key,
+            sites=tuple(sorted(expected.sites)) if expected is not None else (),
         ),
     )
     config = uvicorn.Config(
@@ -238,4 +241,8 @@ def _expected(text: str | None) -> Expected | None:
     except (OSError, UnicodeDecodeError) as e:
         raise FleetError(f"cannot read the list of expected nodes {text}: {e}") from e
     names = frozenset(line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
+    for name in names:
+        site, _, node = name.partition("/")
+        if not is_name(site) or not is_name(node):
+            raise FleetError(f"cannot use {name[:60]!r} in {text}: site/node is needed")
     return Expected(len(names), names)

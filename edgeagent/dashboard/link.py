@@ -7,8 +7,8 @@ When he does not keep up, the thread stops reading, and it is the broker's queue
 The load. Brokers cut off what they retain for a subscriber at their queue limit, without a word
 (mosquitto: QoS 1 at 1,020 messages). So the retained topics are asked for one kind after the other, with
 QoS 0, which mosquitto does not queue over TCP; only then the same filters are subscribed again with QoS 1
-and without retained messages (MQTT 5). A large fleet is then asked for once more, site by site: a node
-that comes only then proves that the broker truncates.
+and without retained messages (MQTT 5). A large fleet is then asked for once more, site by site and in the
+background: a node that comes only then proves that the broker truncates.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ DROPPED = "$SYS/broker/publish/messages/dropped"
 QUIET_S = 0.3  # no retained message for so long after the SUBACK: that was all
 MAX_STEP_S = 30.0  # a broker that never falls quiet must not keep the page waiting
 ASK_BY_SITE_FROM = 64  # nodes; fewer are not cut off by any sensible limit
-SITES_A_STEP = 16
 MAX_INBOX = 20_000
 MAX_INBOX_BYTES = 64 << 20
 MAX_PACKET_BYTES = 256 * 1024
@@ -71,6 +70,7 @@ class LinkSettings:
     connect_timeout_s: float = 20.0
     backoff_s: tuple[float, float] = (0.5, 15.0)
     quiet_s: float = QUIET_S
+    sites: tuple[str, ...] = ()  # that are known to exist, whatever the broker hands out
 
     @property
     def is_v5(self) -> bool:
@@ -102,9 +102,14 @@ class Up:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """All that is retained has come; `found_by_site` nodes only when their site was asked for."""
+    """All that the broker hands out of what it retains has come."""
 
-    found_by_site: int
+
+@dataclass(frozen=True, slots=True)
+class AskedBySite:
+    """Every site was asked for by itself; `found` nodes came only then."""
+
+    found: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +123,9 @@ class CommandRefused:
 
     ident: str
     reason: str
+
+
+Item = Message | Up | Loaded | AskedBySite | Down | CommandRefused
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +146,10 @@ class _Load:
     acknowledged: bool = False
     filters: list[str] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)  # "site/node" of every status
-    new: set[str] = field(default_factory=set)  # those that came only by site
-    first_pass: int = 0
-    by_site: bool = False
-    done: bool = False
+    new: set[str] = field(default_factory=set)  # those that came only by site, and have not been asked for
+    found: int = 0  # all of those
+    done: bool = False  # the first pass; asking goes on
+    asks_by_site: bool = False
 
 
 @dataclass(slots=True)
@@ -162,13 +170,14 @@ class FleetLink:
 
     def __init__(self, settings: LinkSettings, *, wake: Callable[[], None]) -> None:
         self.settings = settings
-        self.inbox: deque[Message | Up | Loaded | Down | CommandRefused] = deque()
+        self.inbox: deque[Item] = deque()
         self.state = LinkState(False, _now_ms(), settings.brokers[0].url, "connecting")
         self._wake = wake
         self._queued_bytes = 0
         self._taken_bytes = 0
         self._commands: deque[_Command] = deque()
         self._telemetry: frozenset[str] = frozenset()
+        self._asks: deque[list[str]] = deque()
         self._stop = threading.Event()
         self._wake_r, self._wake_w = socket.socketpair()
         self._wake_r.setblocking(False)
@@ -190,6 +199,11 @@ class FleetLink:
         self._nudge()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            log.warning("the link's thread did not end in time; it is left")  # it is a daemon
+            return
+        self._wake_r.close()
+        self._wake_w.close()
 
     def taken(self, message: Message) -> None:
         """To be called for every message taken from the inbox."""
@@ -200,6 +214,12 @@ class FleetLink:
         wanted = [ALL] if nodes is None else [f"{ROOT}/{key}" for key in sorted(nodes)]
         self._telemetry = frozenset(f"{base}/tele/{form}" for base in wanted for form in ("m", "z"))
         self._nudge()
+
+    def ask(self, nodes: Sequence[str]) -> None:
+        """Asks the broker once more for what it retains of these nodes ("site/node")."""
+        if nodes:
+            self._asks.extend([f"{ROOT}/{key}/{kind}" for kind in RETAINED] for key in nodes)
+            self._nudge()
 
     def send_command(self, key: str, verb: str, ident: str, data: bytes) -> None:
         """Publishes a command to a node; the answer comes to the requester's topic."""
@@ -241,7 +261,7 @@ class FleetLink:
         self.state = LinkState(False, since_ms, broker.url, reason)
         self._deliver(Down(reason))
 
-    def _deliver(self, item: Message | Up | Loaded | Down | CommandRefused) -> None:
+    def _deliver(self, item: Item) -> None:
         self.inbox.append(item)
         self._wake()
 
@@ -310,7 +330,8 @@ class FleetLink:
     def _wait_ms(self, conn: _Connection) -> int:
         if not conn.stands:
             return 500
-        return 50 if not conn.load.done else 5000
+        busy = not conn.load.done or conn.load.steps or conn.load.filters
+        return 30 if busy else 5000
 
     def _read(self, conn: _Connection) -> None:
         client = conn.client
@@ -364,39 +385,40 @@ class FleetLink:
     def _load_on(self, conn: _Connection) -> None:
         """The next step of the load, if the present one is over."""
         load, now_s = conn.load, time.monotonic()
-        if load.done:
-            return
         if load.filters:
-            quiet = load.acknowledged and now_s - load.heard_s > self.settings.quiet_s
+            quiet_s = self.settings.quiet_s / (3 if load.done else 1)
+            quiet = load.acknowledged and now_s - load.heard_s > quiet_s
             if not quiet and now_s - load.began_s < MAX_STEP_S:
                 return
-            if load.by_site:
+            if load.done:
                 conn.client.unsubscribe(load.filters)
                 self._ask_for_the_rest(load)
             load.filters = []
-        if not load.steps and not load.by_site:
+        if not load.done and not load.steps:
             self._begin_live(conn)
-            load.first_pass = len(load.seen)
-            if load.first_pass >= ASK_BY_SITE_FROM:
-                sites = sorted({key.split("/")[0] for key in load.seen})
-                for n in range(0, len(sites), SITES_A_STEP):
-                    load.steps.append([f"{ROOT}/{s}/+/status" for s in sites[n : n + SITES_A_STEP]])
-            load.by_site = True
-        if not load.steps:
             load.done = True
-            self._deliver(Loaded(len(load.seen) - load.first_pass))
+            self._deliver(Loaded())
+            if len(load.seen) >= ASK_BY_SITE_FROM or self.settings.sites:
+                load.asks_by_site = True
+                sites = {key.split("/")[0] for key in load.seen} | set(self.settings.sites)
+                load.steps.extend([f"{ROOT}/{site}/+/status"] for site in sorted(sites))
+        if load.asks_by_site and not load.steps:
+            load.asks_by_site = False
             load.seen.clear()
-            return
-        load.filters = load.steps.popleft()
-        load.began_s = load.heard_s = now_s
-        load.acknowledged = False
-        self._subscribe(conn, load.filters, qos=0, retained=True)
+            self._deliver(AskedBySite(load.found))
+        if load.done and not load.steps and self._asks:
+            load.steps.append(self._asks.popleft())
+        if load.steps:
+            load.filters = load.steps.popleft()
+            load.began_s = load.heard_s = now_s
+            load.acknowledged = False
+            self._subscribe(conn, load.filters, qos=0, retained=True)
 
     def _ask_for_the_rest(self, load: _Load) -> None:
         """Of sites where asking by site brought nodes that had not come before."""
         sites = sorted({key.split("/")[0] for key in load.new})
         load.new.clear()
-        load.steps.extend([f"{ROOT}/{site}/+/{kind}"] for site in sites for kind in RETAINED[1:])
+        load.steps.extendleft([f"{ROOT}/{site}/+/{kind}"] for site in sites for kind in RETAINED[1:])
 
     def _begin_live(self, conn: _Connection) -> None:
         answers = f"{ALL}/res/{self.settings.requester}"
@@ -478,12 +500,13 @@ class FleetLink:
         except UnicodeDecodeError:
             return
         load = conn.load
-        if message.retain and not load.done:
+        if message.retain and load.filters:
             load.heard_s = time.monotonic()
-            if topic.endswith("/status"):
+            if topic.endswith("/status") and (load.asks_by_site or not load.done):
                 key = "/".join(topic.split("/")[2:4])
-                if load.by_site and key not in load.seen:
+                if load.asks_by_site and key not in load.seen:
                     load.new.add(key)
+                    load.found += 1
                 load.seen.add(key)
         self._queued_bytes += len(message.payload)
         self._deliver(Message(topic, bytes(message.payload), message.retain, _now_ms()))

@@ -40,6 +40,7 @@ MAX_STREAMS = 64
 MAX_BODY_BYTES = 16 * 1024
 BATCH = 500  # messages between two looks at the browsers
 TICK_S = 5.0
+ASK_AT_ONCE = 100
 BEAT_S = 15.0  # a stream says something at least so often: proxies cut silent ones
 UPDATE_S = (0.5, 1.0)  # between two updates of a browser; the longer for large fleets
 LARGE = 2000
@@ -112,6 +113,7 @@ class FleetPage:
         self._woken = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = asyncio.Event()
+        self._asked: set[str] = set()
         self._cache: tuple[tuple[int, int], Changes] | None = None
         self._telemetry: frozenset[str] | None = frozenset()
         self.app = self._make_app()
@@ -183,19 +185,22 @@ class FleetPage:
                 self._notify()
                 await asyncio.sleep(0)
 
-    def _take(self, item: mqtt.Message | mqtt.Up | mqtt.Loaded | mqtt.Down | mqtt.CommandRefused) -> None:
+    def _take(self, item: mqtt.Item) -> None:
         match item:
             case mqtt.Message():
                 self.link.taken(item)
                 self.store.apply(item.topic, item.data, item.retained, item.at_ms)
             case mqtt.Up():
+                self._asked.clear()
                 self.store.begin_load(_now_ms())
-            case mqtt.Loaded(found_by_site):
-                self.store.end_load(_now_ms(), found_by_site)
+            case mqtt.Loaded():
+                self.store.end_load(_now_ms())
                 self._choose_telemetry()
+                log.info("loaded nodes=%d messages=%d", len(self.store.nodes), self.store.received)
+            case mqtt.AskedBySite(found):
+                self.store.found_by_site = found
                 for text in self.store.shortfalls():
                     log.warning("%s", text)
-                log.info("loaded nodes=%d messages=%d", len(self.store.nodes), self.store.received)
             case mqtt.Down():
                 self.store.link_lost()
             case mqtt.CommandRefused(ident, reason):
@@ -208,8 +213,17 @@ class FleetPage:
             if not self.link.alive:
                 raise FleetError("the link's thread ended")
             self.store.sweep(_now_ms(), hearing=self.store.loaded_ms is not None)
+            self._ask_for_missing()
             self._choose_telemetry()
             self._notify()
+
+    def _ask_for_missing(self) -> None:
+        """What the broker cut off of nodes that are known by now, a few at a time; each once."""
+        if self.store.loaded_ms is None:
+            return
+        missing = [key for key in self.store.incomplete() if key not in self._asked][:ASK_AT_ONCE]
+        self._asked.update(missing)
+        self.link.ask(missing)
 
     def _notify(self) -> None:
         for client in self._clients.values():
@@ -324,7 +338,7 @@ class FleetPage:
             "problem": s.problem,
             "loading": loading,
             "shortfalls": [] if loading else store.shortfalls(),
-            "incomplete": 0 if loading else store.incomplete(),
+            "incomplete": 0 if loading else len(store.incomplete()),
             "rejected": store.rejected,
             "telemetry": "all" if self._telemetry is None else "opened",
         }
@@ -440,15 +454,6 @@ class _Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        received = 0
-
-        async def limited() -> Message:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            if received > MAX_BODY_BYTES:
-                raise _TooLarge
-            return message
 
         async def guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -459,14 +464,34 @@ class _Guard:
             await send(message)
 
         refusal = self._page.refusal(scope["path"], scope["method"], Headers(scope=scope))
-        try:
-            await (refusal or self._app)(scope, limited, guarded)
-        except _TooLarge:
-            await PlainTextResponse("too large\n", 413)(scope, receive, guarded)
+        if refusal is None and scope["method"] == "POST":
+            body = await _whole_body(receive)
+            if body is None:
+                refusal = PlainTextResponse("too large\n", 413)
+            else:
+                receive = _replayed(body, receive)
+        await (refusal or self._app)(scope, receive, guarded)
 
 
-class _TooLarge(Exception):
-    """A request's body is larger than anything the page sends."""
+async def _whole_body(receive: Receive) -> bytes | None:
+    """None: it is larger than anything the page sends."""
+    body = b""
+    while True:
+        message = await receive()
+        body += bytes(message.get("body", b""))
+        if len(body) > MAX_BODY_BYTES:
+            return None
+        if not message.get("more_body", False):
+            return body
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return first.pop() if first else await receive()
+
+    return replay
 
 
 # -- small parts ----------------------------------------------------------------------------------

@@ -50,6 +50,10 @@ class Expected:
     count: int
     names: frozenset[str] = frozenset()
 
+    @property
+    def sites(self) -> frozenset[str]:
+        return frozenset(name.partition("/")[0] for name in self.names)
+
 
 @dataclass(frozen=True, slots=True)
 class Changes:
@@ -77,7 +81,7 @@ class FleetStore:
         self._max_nodes = max_nodes
         self._load_began_ms = 0
         self._epoch = 0
-        self._found_by_site = 0
+        self.found_by_site = 0  # nodes that came only when their site was asked for by itself
         self._late = 0
         self._broker_dropped: tuple[int, int] | None = None  # at the load, now
         self._changed: OrderedDict[str, int] = OrderedDict()  # key -> version, oldest first
@@ -198,13 +202,11 @@ class FleetStore:
         self._epoch += 1
         self.loading, self.loaded_ms = True, None
         self._load_began_ms = now_ms
-        self._found_by_site = self._late = 0
+        self.found_by_site = self._late = 0
         self._broker_dropped = None
 
-    def end_load(self, now_ms: int, found_by_site: int = 0) -> None:
-        """`found_by_site`: nodes that came only when their site was asked for by itself."""
+    def end_load(self, now_ms: int) -> None:
         self.loading, self.loaded_ms = False, now_ms
-        self._found_by_site = found_by_site
         self.sweep(now_ms, hearing=True)
 
     def link_lost(self) -> None:
@@ -220,9 +222,9 @@ class FleetStore:
             if short > 0:
                 names = f": {', '.join(missing[:5])}{' …' if len(missing) > 5 else ''}" if missing else ""
                 out.append(f"{short} of {self._expected.count} expected nodes are not at the broker{names}")
-        if self._found_by_site:
+        if self.found_by_site:
             out.append(
-                f"the broker truncates what it retains: {self._found_by_site} nodes came only when their "
+                f"the broker truncates what it retains: {self.found_by_site} nodes came only when their "
                 f"site was asked for by itself; {hint}"
             )
         if self._broker_dropped is not None and self._broker_dropped[1] > self._broker_dropped[0]:
@@ -237,12 +239,13 @@ class FleetStore:
             out.append(f"this page keeps {self._max_nodes} nodes; messages of others are ignored")
         return out
 
-    def incomplete(self) -> int:
+    def incomplete(self) -> list[str]:
         """Nodes of which the broker gave no status, inventory or allocation."""
-        return sum(
-            n.status_data is None or n.inventory_data is None or n.allocation_data is None
+        return [
+            n.key
             for n in self.nodes.values()
-        )
+            if n.status_data is None or n.inventory_data is None or n.allocation_data is None
+        ]
 
     # -- time ---------------------------------------------------------------------------------------
 
