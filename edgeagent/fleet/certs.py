@@ -35,17 +35,6 @@ class Pair:
     key_file: Path
 
 
-def generate(directory: Path, brokers: Sequence[str], nodes: Sequence[str], days: int = 365) -> list[Path]:
-    """What `edgeagent fleet-tools gen-certs` makes: a CA, a broker's certificate for the host names
-    and addresses `brokers` (none: not made), one for each of `nodes` (and users such as `dash`,
-    `ops`). Gives the files made. FleetError when it cannot be done."""
-    pairs = [make_ca(directory)]
-    if brokers:
-        pairs.append(make_broker(directory, brokers, days))
-    pairs += [make_device(directory, node, days) for node in nodes]
-    return [file for pair in pairs for file in (pair.cert_file, pair.key_file)]
-
-
 def make_ca(directory: Path, name: str = "edgeagent test CA") -> Pair:
     """`ca.crt` and `ca.key` in `directory`; existing ones are kept. FleetError when openssl fails."""
     pair = Pair(directory / "ca.crt", directory / "ca.key")
