@@ -39,6 +39,7 @@ from edgeagent.hostroot import HostRoot
 from edgeagent.isolation.backend import ShareToEnforce
 from edgeagent.isolation.levels import Axis, AxisLevel
 from edgeagent.isolation.manager import IsolationManager
+from edgeagent.isolation.mps import MpsBackend
 from edgeagent.isolation.watchdog import Actions, OverLimit, Watchdog
 from edgeagent.kubelet.containers import HostContainers
 from edgeagent.kubelet.gate import AllocEvent
@@ -239,8 +240,10 @@ class Agent:
         self._containers = HostContainers(host, cgroups, pod_logs, self._processes)
         self._jetson_stats = self._make_jetson_stats()
         self.gpus = NodeGpus(config.gpus, host, second=self._jetson_stats)
+        backends = isolation_backends(config, host, self.gpus.limiter, self.gpus.compute_modes)
+        self._mps = next(b for b in backends if isinstance(b, MpsBackend))
         self._isolation = IsolationManager(
-            isolation_backends(config, host, self.gpus.limiter),
+            backends,
             memory=config.isolation.memory,
             compute=config.isolation.compute,
             fallback=config.isolation.fallback,
@@ -262,7 +265,12 @@ class Agent:
         self._watchdog = Watchdog(
             config.isolation.watchdog,
             self._share_watch.measure,
-            Actions(told=self._over_limit, evict=self._evict_over_limit, kill=self._processes.kill),
+            Actions(
+                told=self._over_limit,
+                evict=self._evict_over_limit,
+                kill=self._processes.kill,
+                terminate_client=lambda process: self._mps.terminate_client(process.pid),
+            ),
         )
         self.health = HealthMonitor(
             self.gpus,
@@ -274,6 +282,7 @@ class Agent:
                 books=self._books,
                 usage=self._share_watch.usage,
                 gpu_places=lambda: tuple(host.listdir("/proc/driver/nvidia/gpus")),
+                mps_problem=self._mps.problem,
                 restart_needed=lambda reason: self.restart(reason, new_container=True),
             ),
             remembered=RememberedGpus(self._state_dir / REMEMBERED_GPUS),
@@ -418,6 +427,7 @@ class Agent:
         """Probes isolation on GPUs that are new, then looks at every share again and again."""
         while not stop.is_set():
             self._probe_isolation()
+            self._mps.tend()
             self._watchdog.look(self._share_watch.measure())
             busy = bool(self.kubelet.bound())
             self._look_now.wait(self.config.isolation.watchdog.poll_seconds if busy else IDLE_LOOK_S)

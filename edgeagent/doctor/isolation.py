@@ -62,7 +62,7 @@ def tries(x: Examination) -> list[Try]:
     """Tries everything. Takes seconds where a mechanism starts a program; leaves nothing behind."""
     gpus, inventory = x.look_at_gpus()
     found = []
-    backends = isolation_backends(x.config, x.host, gpus.limiter)
+    backends = isolation_backends(x.config, x.host, gpus.limiter, gpus.compute_modes)
     try:
         for gpu in inventory.gpus:
             for axis in Axis:

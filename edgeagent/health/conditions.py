@@ -41,6 +41,7 @@ class ConditionType(str, Enum):
     OVER_TEMPERATURE = "OverTemperature"
     POWER_BRAKE = "PowerBrake"
     HOST_OVERCOMMIT = "HostOvercommit"
+    MPS_DAEMON = "MpsDaemon"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,9 @@ RULES: Mapping[ConditionType, Rule] = {
     ConditionType.OVER_TEMPERATURE: Rule("critical", True, slow=True),
     ConditionType.POWER_BRAKE: Rule("warning", False, slow=True),
     ConditionType.HOST_OVERCOMMIT: Rule("warning", False),
+    # Its containers have lost the GPU and new ones cannot start: elsewhere they can. One that the agent
+    # starts again within a poll hurts nobody new.
+    ConditionType.MPS_DAEMON: Rule("critical", True, slow=True),
 }
 
 # Conditions whose effect on running pods is that of a dead GPU: what health.onFatal acts on.
@@ -214,11 +218,13 @@ def signs_of(
     active: frozenset[ConditionType] = frozenset(),
     books: Books | None = None,
     beyond_mib: float | None = None,
+    mps_problem: str | None = None,
 ) -> dict[ConditionType, Sign]:
     """A sign for every condition that readings can raise or clear.
 
     `previous` is the last reading without a fault. `beyond_mib` is what anything but promised pods
-    uses (usage.beyond_promises_mib).
+    uses (usage.beyond_promises_mib). `mps_problem`: why the MPS daemon that containers depend on is of
+    no use; None: it is, or there is none.
     """
     signs = dict.fromkeys(RULES, Sign(None))
     if reading.fault is GpuFault.LOST_DEVICE_ACCESS:
@@ -260,6 +266,10 @@ def signs_of(
     signs[ConditionType.THERMAL_SLOWDOWN] = _thermal(gpu, reading)
     signs[ConditionType.POWER_BRAKE] = _power(gpu, reading, previous)
     signs[ConditionType.HOST_OVERCOMMIT] = _overcommit(gpu, reading, limits, books, beyond_mib, active)
+    signs[ConditionType.MPS_DAEMON] = Sign(
+        mps_problem is not None,
+        f"{describe(gpu)}: its MPS daemon is of no use to containers: {mps_problem}" if mps_problem else "",
+    )
     return signs
 
 

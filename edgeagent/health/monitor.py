@@ -150,6 +150,7 @@ class Surroundings:
     `pods_on(uuid)`: "namespace/pod" of who holds a share of the GPU. `books(uuid)`: what is promised.
     `usage(gpu, reading)`: who uses it. `gpu_places()`: anything that differs when a GPU was plugged in
     or out (the names in /proc/driver/nvidia/gpus).
+    `mps_problem(uuid)`: why the MPS daemon that its containers depend on is of no use, if so.
     `restart_needed(reason)`: called once when only a restart of the agent can help.
     """
 
@@ -157,6 +158,7 @@ class Surroundings:
     books: Callable[[str], Books | None] = lambda _: None
     usage: Callable[[Gpu, GpuReading], GpuUsage] | None = None
     gpu_places: Callable[[], object] = lambda: None
+    mps_problem: Callable[[str], str | None] = lambda _: None
     restart_needed: Callable[[str], None] = lambda _: None
 
 
@@ -476,7 +478,8 @@ class HealthMonitor:
             tracks = self._tracks.setdefault(uuid, {})
             active = frozenset(kind for kind, t in tracks.items() if t.condition is not None)
             previous = self._good_readings.get(uuid)
-            signs = signs_of(known.gpu, reading, previous, self._limits, active, books, beyond)
+            mps_problem = self._around.mps_problem(uuid)
+            signs = signs_of(known.gpu, reading, previous, self._limits, active, books, beyond, mps_problem)
             for kind, sign in signs.items():
                 tracks[kind] = advance(
                     tracks.get(kind, Track()), kind, sign, uuid, self._limits, now_s, now_ms, scheduled

@@ -64,7 +64,8 @@ class _Seen:
 @dataclass(frozen=True, slots=True)
 class Actions:
     """What the watchdog can do, passed in by the agent. `kill(process)` must check the identity again
-    (Processes.kill). `terminate_client(process)` has MPS end a client in order; None: cannot."""
+    (Processes.kill). `terminate_client(process)` has MPS end a client's work in order, before the
+    process may be killed; None: cannot."""
 
     told: Callable[[OverLimit], None] = lambda _: None
     back: Callable[[WatchedUse], None] = lambda _: None
@@ -153,14 +154,9 @@ class Watchdog:
             if owner.kind is not OwnerKind.POD or owner.pod_uid != use.pod_uid:
                 problems.append(f"pid {process.pid} is not in the pod")
                 continue
-            if process.pid in use.mps_pids:
-                # A killed client with work in flight can wedge the daemon for everybody.
-                if self._actions.terminate_client is None or not self._actions.terminate_client(process):
-                    problems.append(
-                        f"pid {process.pid} is an MPS client that could not be terminated in order"
-                    )
-                    continue
-                killed += 1
+            # A client killed with work in flight can wedge the daemon for everybody.
+            if process.pid in use.mps_pids and not self._terminated(process):
+                problems.append(f"pid {process.pid} is an MPS client that could not be terminated in order")
                 continue
             if self._actions.kill is None:
                 problems.append("killing is not possible here")
@@ -173,6 +169,10 @@ class Watchdog:
         if problems:
             return f"not killed: {'; '.join(problems)}"
         return "killed"
+
+    def _terminated(self, process: ProcessInfo) -> bool:
+        terminate = self._actions.terminate_client
+        return terminate is not None and terminate(process)
 
 
 def count(before: _Seen, use: WatchedUse, tolerance_mib: int, now_ms: int) -> _Seen:

@@ -304,3 +304,25 @@ def test_ids_are_stable_and_fit_into_a_topic() -> None:
     assert condition_id(T.XID_FATAL, "GPU-1A2b") == "xidfatal-gpu-1a2b"
     assert condition_id("KubeletDown", None) == "kubeletdown"
     assert condition_id(T.LOST, "MIG/x +#y") == "lost-mig-x-y"
+
+
+def test_an_mps_daemon_that_stays_away_withdraws_the_gpu_and_its_return_gives_it_back() -> None:
+    """One bad look may be its restart; a fault of the GPU itself is told instead."""
+    gpu, limits = make_gpu(), Limits()
+    reading = make_reading(gpu.uuid)
+    track = Track()
+    for n in range(2):
+        sign = signs_of(gpu, reading, None, limits, mps_problem="it does not answer")[
+            ConditionType.MPS_DAEMON
+        ]
+        track = advance(track, ConditionType.MPS_DAEMON, sign, gpu.uuid, limits, float(n), n)
+        assert (track.condition is not None) is (n == 1)
+    assert track.condition is not None
+    assert track.condition.makes_unhealthy
+    assert "it does not answer" in track.condition.message
+    lost = make_reading(gpu.uuid, fault=GpuFault.LOST)
+    assert signs_of(gpu, lost, None, limits, mps_problem="x")[ConditionType.MPS_DAEMON].bad is None
+    for n in range(2, 5):
+        sign = signs_of(gpu, reading, None, limits)[ConditionType.MPS_DAEMON]
+        track = advance(track, ConditionType.MPS_DAEMON, sign, gpu.uuid, limits, float(n), n)
+    assert track.condition is None
