@@ -697,6 +697,7 @@ class Agent:
             self._cluster.configure(config)
         if self._uplink is not None:
             self._uplink.set_telemetry_seconds(config.fleet.telemetry_seconds)
+            self._uplink.set_commands_allowed(config.fleet.commands.allow)
         if found.reloadable or found.restart:
             log.info(
                 "configuration read again changed=%s restart_needed=%s",
