@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any
 
 from edgeagent.gpus.model import Gpu
+from edgeagent.isolation.levels import AxisLevel
 from edgeagent.snapshot import HostUse
 
 _DECIMALS = 3
@@ -61,6 +62,8 @@ def _special(value: Any) -> dict[str, Any]:
         }
     if isinstance(value, Gpu) and value.compute_capability is not None:
         return {"computeCapability": "{}.{}".format(*value.compute_capability)}
+    if isinstance(value, AxisLevel):
+        return {"enforced": value.enforced}
     return {}
 
 

@@ -392,6 +392,7 @@ def levels(value: Levels, *, evidence: bool = False) -> Body:
         return _present(
             level=a.level.value,
             mechanism=a.mechanism,
+            enforced=a.enforced,
             reason=_text(a.reason, 200),
             evidence=_text(a.evidence, 300) or None if evidence else None,
         )

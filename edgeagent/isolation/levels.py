@@ -39,6 +39,11 @@ class AxisLevel:
     evidence: str = ""
     reason: str | None = None
 
+    @property
+    def enforced(self) -> bool:
+        """What is over the limit is refused, as far as was seen; by a library or by the driver."""
+        return self.level in (Level.HARD, Level.COOPERATIVE)
+
 
 NO_LIMIT = AxisLevel(Level.NONE)
 

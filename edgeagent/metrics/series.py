@@ -123,6 +123,7 @@ def _gpu(f: Families, g: GpuState) -> None:
         ("reserved", "Memory never promised: the driver's and the operator's reserve.", g.reserved_mib),
         ("promised", "Memory bound to containers.", g.promised_mib),
         ("free", "Memory a new container may get here.", g.free_mib),
+        ("withdrawn", "Usable memory that nobody new gets, because the host uses it.", g.withdrawn_mib),
         ("host_used", "Memory used by processes of no pod.", g.host_use.used_mib if g.host_use else None),
         ("unattributed", "Used memory that belongs to no known process.", g.unattributed_mib),
     ):
@@ -209,6 +210,11 @@ def _container(f: Families, c: ContainerShare) -> None:
         f.gauge(
             "edgeagent_container_isolation_info", "How far this limit can be trusted; always 1.", 1, **labels,
             axis=axis.value, level=level.level.value, mechanism=level.mechanism, reason=level.reason or "",
+        )  # fmt: skip
+        limited = c.memory_mib is not None if axis is Axis.MEMORY else c.cores_pct is not None
+        f.gauge(
+            "edgeagent_container_limit_enforced", "1 while it is proved that what is over the limit is refused.",
+            level.enforced if limited else None, **labels, axis=axis.value,
         )  # fmt: skip
 
 
