@@ -33,6 +33,7 @@ from edgeagent.dashboard import link as mqtt
 from edgeagent.dashboard.node import Node
 from edgeagent.dashboard.store import ROW_FIELDS, Changes, Expected, FleetStore
 from edgeagent.errors import FleetError
+from edgeagent.fleet import topics
 
 log = logging.getLogger(__name__)
 
@@ -391,11 +392,14 @@ class FleetPage:
         node = body.get("node")
         if client is None:
             return JSONResponse({"error": "no such stream"}, 404)
-        client.watching = node if isinstance(node, str) and node in self.store.nodes else None
+        # Also one that is not known yet: it is shown once it comes.
+        client.watching = (
+            node if isinstance(node, str) and topics.parse(f"{topics.ROOT}/{node}/status") else None
+        )
         client.node_version = -1
         client.changed.set()
         self._choose_telemetry()
-        return JSONResponse({"ok": client.watching is not None or node is None})
+        return JSONResponse({"known": client.watching in self.store.nodes})
 
     async def _command(self, request: Request) -> Response:
         if self.settings.read_only:

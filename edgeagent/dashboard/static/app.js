@@ -205,8 +205,8 @@ function route() {
 async function watch(key) {
   if (!stream.client) return;
   try {
-    const { ok } = await post("/api/watch", { client: stream.client, node: key });
-    if (!ok && key === view.key && !view.data) view.missing();
+    const { known } = await post("/api/watch", { client: stream.client, node: key });
+    if (!known && key && key === view.key && !view.data) view.missing();
   } catch {
     // the stream says hello again when it is back, and then it is asked for anew
   }

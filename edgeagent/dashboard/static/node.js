@@ -37,7 +37,7 @@ export class NodeView {
 
   missing() {
     this.article.replaceChildren(head({ key: this.key, site: this.key.split("/")[0], node: this.key.split("/")[1] }, Date.now()),
-      el("p", { class: "muted", role: "status" }, "The broker knows no such node."));
+      el("p", { class: "muted", role: "status" }, "The broker knows no such node. It is shown here when it comes."));
   }
 
   take(data) {
