@@ -65,6 +65,10 @@ class ServerLoop:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
+        left = asyncio.all_tasks(self._loop)
+        for task in left:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
         self._loop.close()
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
@@ -146,7 +150,6 @@ class PluginServer:
 
     async def _listen(self) -> Any:
         server = grpc.aio.server(
-            migration_thread_pool=self._loop.workers,
             handlers=(self._handlers(),),
             options=(
                 ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
@@ -247,9 +250,27 @@ class PluginServer:
     def _options(self, _request: bytes) -> bytes:
         return options_of(self.service).SerializeToString()  # type: ignore[no-any-return]  # protobuf is untyped here
 
+    async def _answer(self, call: Callable[[bytes], bytes], request: bytes, context: Any) -> bytes:
+        """The wall between our code and gRPC: refusals become status codes, accidents INTERNAL. A call
+        that the kubelet gives up ends here at once; its worker comes back when it is done."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._loop.workers, call, request)
+        except AllocationError as e:
+            code, details = getattr(grpc.StatusCode, e.code, grpc.StatusCode.FAILED_PRECONDITION), str(e)
+        except Exception:
+            log.exception("call failed resource=%s", self.service.resource)
+            code, details = grpc.StatusCode.INTERNAL, "edgeagent failed in this call; its log says where"
+        await context.abort(
+            code, details if len(details) <= _MAX_DETAILS else details[: _MAX_DETAILS - 1] + "…"
+        )
+        raise AssertionError("abort raises")
+
     def _handlers(self) -> Any:
         def unary(call: Callable[[bytes], bytes]) -> Any:
-            return grpc.unary_unary_rpc_method_handler(_guarded(self.service.resource, call))
+            async def handler(request: bytes, context: Any) -> bytes:
+                return await self._answer(call, request, context)
+
+            return grpc.unary_unary_rpc_method_handler(handler)
 
         # Without (de)serialisers grpc hands over bytes.
         return grpc.method_handlers_generic_handler(
@@ -270,20 +291,3 @@ def options_of(service: DeviceService) -> Any:
     return api.DevicePluginOptions(
         pre_start_required=service.pre_start_required, get_preferred_allocation_available=True
     )
-
-
-def _guarded(resource: str, call: Callable[[bytes], bytes]) -> Callable[[bytes, Any], bytes]:
-    """The wall between our code and gRPC: refusals become status codes, accidents INTERNAL."""
-
-    def handler(request: bytes, context: Any) -> bytes:
-        try:
-            return call(request)
-        except AllocationError as e:
-            code, details = getattr(grpc.StatusCode, e.code, grpc.StatusCode.FAILED_PRECONDITION), str(e)
-        except Exception:
-            log.exception("call failed resource=%s", resource)
-            code, details = grpc.StatusCode.INTERNAL, "edgeagent failed in this call; its log says where"
-        context.abort(code, details if len(details) <= _MAX_DETAILS else details[: _MAX_DETAILS - 1] + "…")
-        raise AssertionError("abort raises")
-
-    return handler
