@@ -98,6 +98,7 @@ class SimulatedNode:
     model: Model
     pods: tuple[tuple[str, str, int, int, int], ...]  # namespace, pod, GPU, MiB, cores
     waits: bool
+    waits_since_ms: int
     rng: random.Random
     session: str
     boot: str
@@ -245,7 +246,7 @@ class SimulatedNode:
             pod_uid=f"{self.number:08x}-0000-4000-8000-0000000000ff",
             container="main",
             reason=f"needs 9000 MiB; the largest free block is {largest_mib} MiB",
-            since_ms=self.started_ms + 60_000,
+            since_ms=self.ill_since_ms or self.waits_since_ms,
             memory_mib=9000,
             cores_pct=30,
             namespace="training",
@@ -331,6 +332,7 @@ def make_fleet(nodes: int, *, sites: int, trouble: float, seed: int, now_ms: int
             model=model,
             pods=tuple(pods),
             waits=rng.random() < trouble,
+            waits_since_ms=now_ms - rng.randrange(60, 5400) * 1000,
             rng=rng,
             session=f"{rng.randrange(16**12):012x}",
             boot=f"{rng.randrange(16**12):012x}",

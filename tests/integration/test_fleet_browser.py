@@ -430,6 +430,8 @@ def test_pictures(opened: OPEN, tmp_path: Path) -> None:
     stop = threading.Event()
     with Mosquitto(tmp_path / "mq") as broker, PageServer(broker.url) as server:
         nodes = simulation.make_fleet(48, sites=6, trouble=0.05, seed=11, now_ms=now_ms())
+        sick = max((n for n in nodes if n.model.gpus == 2), key=lambda n: len(n.pods))
+        sick.ill_since_ms, sick.lost = now_ms() - 14 * 60_000, False
         settings = simulation.BrokerSettings(simulation.Broker.parse(broker.url))
         player = simulation.Player(nodes, settings, rate=10, connections=1)
         player.birth(stop)
@@ -437,7 +439,6 @@ def test_pictures(opened: OPEN, tmp_path: Path) -> None:
         player.past(stop, 58)
         player.play(stop, 3.0, changes=False)
         player.close()
-        sick = next(n for n in nodes if n.ill_since_ms and not n.lost and len(n.pods) >= 3)
         for name, options in {
             "fleet-grid": {"color_scheme": "light"},
             "fleet-node": {"color_scheme": "light"},
