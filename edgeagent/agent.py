@@ -428,7 +428,10 @@ class Agent:
         while not stop.is_set():
             self._probe_isolation()
             self._mps.tend()
+            before = self._share_watch.levels()
             self._watchdog.look(self._share_watch.measure())
+            if self._share_watch.levels() != before:
+                self._changed()
             busy = bool(self.kubelet.bound())
             self._look_now.wait(self.config.isolation.watchdog.poll_seconds if busy else IDLE_LOOK_S)
             self._look_now.clear()

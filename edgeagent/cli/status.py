@@ -77,6 +77,12 @@ def render(s: JsonObject, now_s: float) -> list[str]:
             since = duration(now_s - c["sinceMs"] / 1000)
             hurt = f"; pods hurt: {', '.join(c['podsHurt'])}" if c.get("podsHurt") else ""
             lines.append(f"  ! GPU {g['gpu']['index']} {c['type']} for {since}: {c['message']}{hurt}")
+        if g.get("withdrawnMiB"):
+            names = ", ".join(dict.fromkeys(p["name"] for p in (g.get("hostUse") or {}).get("processes", [])))
+            lines.append(
+                f"  GPU {g['gpu']['index']}: {_mib(g['withdrawnMiB'])} are not promised to new pods: "
+                f"programs outside of pods use them{f' ({names})' if names else ''}"
+            )
     if s.get("containers"):
         lines.append("")
         rows = [["POD", "CONTAINER", "GPU", "LIMIT", "USED", "CORES", "MEMORY LEVEL", "COMPUTE LEVEL"]]

@@ -74,6 +74,15 @@ class ShareWatch:
         with self._lock:
             return self._seen.get((pod_uid, container))
 
+    def levels(self) -> dict[Key, tuple[object, ...]]:
+        """What is claimed of each share, without the evidence's wording."""
+        with self._lock:
+            seen = dict(self._seen)
+        return {
+            key: tuple((a.level, a.mechanism, a.reason) for a in (sight.levels.memory, sight.levels.compute))
+            for key, sight in seen.items()
+        }
+
     def measure(self) -> list[WatchedUse]:
         """One look at every share: what the watchdog compares. Costs nothing where there is none."""
         shares = self._shares()

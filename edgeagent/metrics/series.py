@@ -213,7 +213,8 @@ def _container(f: Families, c: ContainerShare) -> None:
         )  # fmt: skip
         limited = c.memory_mib is not None if axis is Axis.MEMORY else c.cores_pct is not None
         f.gauge(
-            "edgeagent_container_limit_enforced", "1 while it is proved that what is over the limit is refused.",
+            "edgeagent_container_limit_enforced",
+            "1 while it is proved that what is over the limit is refused.",
             level.enforced if limited else None, **labels, axis=axis.value,
         )  # fmt: skip
 
