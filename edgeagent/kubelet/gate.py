@@ -101,6 +101,8 @@ class GateHooks:
     on_event: Callable[[AllocEvent], None] = lambda event: None
     evict: Callable[[str, str], None] = lambda pod_uid, reason: None  # waited too long
     gpu_edits: Callable[[Gpu], ContainerEdits] = lambda gpu: ContainerEdits()
+    # What early binding has to tell NVIDIA's runtime, where that is not the GPU's UUID.
+    early_env: Callable[[Gpu], Mapping[str, str]] = lambda gpu: {}
     # Containers of a pod that are no ordinary init containers, as far as is known.
     not_init: Callable[[str], frozenset[str]] = lambda pod_uid: frozenset()
 
@@ -262,6 +264,7 @@ class Gate:
         units = mask.bit_count() if letter == MEMORY else 0
         env = {
             "NVIDIA_VISIBLE_DEVICES": self._visible(gpu),
+            **self._hooks.early_env(gpu),
             SHARE_ENV: name,
             GPU_ENV: uuid,
         }
@@ -281,9 +284,7 @@ class Gate:
     def _visible(self, gpu: Gpu) -> str:
         if self.settings.visible_devices == "index":
             return str(gpu.index)
-        if self.settings.visible_devices == "all" or gpu.unified_memory:
-            return "all"  # the Tegra runtime knows no UUIDs
-        return gpu.uuid
+        return "all" if self.settings.visible_devices == "all" else gpu.uuid
 
     # --- PreStartContainer ---
 
@@ -682,15 +683,22 @@ class Gate:
                     self._spec_texts[name] = (before[0], self._clock())
 
     @contextmanager
-    def _alone(self, key: ContainerKey) -> Iterator[None]:
+    def _alone(self, key: ContainerKey, *, only_if_free: bool = False) -> Iterator[bool]:
         """One start of a container at a time: its resources' calls, and the kubelet's second try while
-        the first is still here."""
+        the first is still here. `only_if_free`: yields False instead of waiting (a start may be held for
+        long, and what would end its waiting must not wait for it)."""
         with self._lock:
-            entry = self._key_locks.setdefault(key, [threading.Lock(), 0])
-            entry[1] += 1
+            entry = self._key_locks.get(key)
+            busy = only_if_free and entry is not None
+            if entry is None:
+                entry = self._key_locks[key] = [threading.Lock(), 0]
+            entry[1] += not busy
+        if busy:
+            yield False
+            return
         try:
             with entry[0]:
-                yield
+                yield True
         finally:
             with self._lock:
                 entry[1] -= 1
@@ -931,9 +939,9 @@ class Gate:
             for key, start in running:
                 if key.pod_uid != uid or key.container in there:
                     continue
-                with self._alone(key):
+                with self._alone(key, only_if_free=True) as free:
                     with self._lock:
-                        if self._starts.get(key) is not start:
+                        if not free or self._starts.get(key) is not start:
                             continue  # it starts again
                         start.state = "exited"
                         others = {n for k, s in self._starts.items() if k != key for n in s.files}

@@ -193,6 +193,7 @@ class KubeletSide:
                 self._hooks.on_event,
                 self._hooks.evict,
                 self._gpu_edits,
+                self._early_env,
                 self._not_init,
             ),
             stop=self._stop,
@@ -373,6 +374,9 @@ class KubeletSide:
 
     def _gpu_edits(self, gpu: Gpu) -> ContainerEdits:
         return self._nvidia.access(gpu, gpus_on_node=len(self._offers.gpus)).edits
+
+    def _early_env(self, gpu: Gpu) -> Mapping[str, str]:
+        return self._nvidia.access(gpu, gpus_on_node=len(self._offers.gpus)).early_env
 
     def access_problems(self) -> tuple[str, ...]:
         """Why containers will not be able to use their GPU, one sentence each."""

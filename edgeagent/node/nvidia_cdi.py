@@ -55,12 +55,14 @@ _SMI = ("/usr/bin/nvidia-smi", "/run/nvidia/driver/usr/bin/nvidia-smi", f"{WSL_L
 @dataclass(frozen=True, slots=True)
 class GpuAccess:
     """How a container gets at a GPU. `device`: the CDI device of NVIDIA's own spec, where that was
-    used; `evidence`: where the edits are from; `problem`: what will not work, and what to do."""
+    used; `evidence`: where the edits are from; `problem`: what will not work, and what to do;
+    `early_env`: what NVIDIA's runtime has to be told where it does the rest, if not the GPU's UUID."""
 
     edits: ContainerEdits
     evidence: str
     device: str | None = None
     problem: str | None = None
+    early_env: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -127,7 +129,13 @@ class NvidiaCdi:
             return GpuAccess(ContainerEdits(), "simulated GPU: nothing to give")
         if gpu.kind is GpuKind.INTEGRATED and gpu.source == "tegra":
             runtime = jetson_runtime(self._host, gpu, gpus_on_node=gpus_on_node, cdi_dirs=self._dirs)
-            return GpuAccess(runtime.edits, f"Jetson, {runtime.mode}", runtime.cdi_device, runtime.problem)
+            return GpuAccess(
+                runtime.edits,
+                f"Jetson, {runtime.mode}",
+                runtime.cdi_device,
+                runtime.problem,
+                runtime.early_env,
+            )
         lost: list[str] = []
         for spec in self._specs:
             name = _device_name(spec, gpu, mig, gpus_on_node)

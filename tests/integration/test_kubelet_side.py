@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from edgeagent.errors import IsolationError
+from edgeagent.kubelet import gate
 from edgeagent.node.cdi import ContainerEdits, Mount
 from tests.fakes.kubelet import FAST, ContainerSpec, Pod
 from tests.fakes.kubelet_side import CORES, MEMORY, NUMBER, Side, eventually, pretend_gpu, running_side
@@ -121,6 +122,22 @@ def test_the_reason_reaches_kubectl_describe_when_the_hold_is_over() -> None:
         assert pod.phase == "Pending"
         k.delete(holder)
         k.wait_for(lambda: pod.running)  # at one of the kubelet's next tries
+
+
+def test_a_held_start_does_not_keep_the_agent_from_seeing_who_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "EXITS_EVERY_S", 0.0)
+    with running_side(hold_seconds=20.0) as (k, side):
+        pods = [k.run(one(f"p{i}", 5000)) for i in range(2)]
+        k.wait_for(lambda: all(p.running for p in pods))
+        eventually(lambda: all(c.running for c in side.side.containers()))
+        hurt = next(p for p in pods if gpu_of(p) == side.gpus[1].uuid)
+        side.make_sick(1)
+        k.exit(hurt, "app", 1)
+        k.wait_for(lambda: side.side.waiting())
+        begun = time.monotonic()
+        k.delete(next(p for p in pods if p is not hurt))
+        k.wait_for(lambda: hurt.running)
+        assert time.monotonic() - begun < 10
 
 
 def test_what_can_never_fit_is_said_at_once() -> None:
