@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,14 +20,13 @@ import pytest
 import yaml
 
 from tests.fakes.box import Box, Changes, unsupported
+from tests.fakes.box.bundle import ARCH, PYTHON, bundle
 from tests.fakes.kubelet import StandInApiServer, StandInKubelet
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 REASON = unsupported()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 
-ARCH = os.uname().machine
-PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 PREFIX, CONFIG = "/opt/edgeagent", "/etc/edgeagent/agent.yaml"
 SIMULATED = "gpus: {source: simulated}\nmetrics: {enabled: false}\n"
 NOT_YET = 3
@@ -39,37 +37,10 @@ BoxMaker = Callable[..., Box]
 # --- what is installed from --------------------------------------------------------------------------
 
 
-def _source_hash() -> str:
-    digest = hashlib.sha256(PYTHON.encode())
-    files = [*CHECKOUT.joinpath("edgeagent").rglob("*"), *CHECKOUT.joinpath("configs").rglob("*")]
-    named = ["pyproject.toml", "setup.py", "install.sh", "tools/make-bundle.sh", "systemd/edgeagent.service"]
-    for path in sorted([*files, *(CHECKOUT / n for n in named)]):
-        if path.is_file() and path.suffix not in (".pyc", ".so"):
-            digest.update(str(path).encode() + path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
 @pytest.fixture(scope="session")
 def share() -> Path:
-    """What boxes see as /mnt: the bundle for this Python, unpacked and packed. Made once per source."""
-    cache = CHECKOUT / ".cache/install-tests"
-    made = cache / _source_hash()
-    if not made.exists():
-        shutil.rmtree(cache, ignore_errors=True)
-        work = cache / "work"
-        done = subprocess.run(
-            ["tools/make-bundle.sh", "-o", str(work), "-a", ARCH, "-p", PYTHON],
-            cwd=CHECKOUT, env={**os.environ, "PYTHON": sys.executable}, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        (packed,) = work.glob("*.tar.gz")
-        with tarfile.open(packed) as tar:
-            tar.extractall(work)
-        packed.rename(work / "bundle.tar.gz")
-        (unpacked,) = (d for d in work.iterdir() if d.is_dir())
-        unpacked.rename(work / "bundle")
-        work.rename(made)
-    return made
+    """What boxes see as /mnt: the bundle for this Python, unpacked and packed."""
+    return bundle()
 
 
 def variant(bundle: Path, target: Path, version: str, edit: dict[str, tuple[str, str]]) -> Path:
