@@ -42,6 +42,29 @@ REASONS = {
         "in a pod the agent needs hostPID and the host's cgroups",
     ),
     "use_not_seen": ("its memory use is not seen", "in a pod the agent needs hostPID"),
+    "not_running": ("it has no process", "look again when it runs"),
+    "limit_changed": ("somebody changed its limit; it was set again", "who runs nvidia-smi on this node?"),
+    "pod_limit_only": ("its pod is limited as a whole, the container alone could not be", None),
+    "not_set_at_start": ("it was started before this mechanism was in charge", "restart the pod"),
+    "evidence_failed": ("the proof could not be read", "journalctl -u edgeagent"),
+    "several_clients": (
+        "several of its processes use the GPU, and MPS limits each of them",
+        "one process per container, or another mechanism",
+    ),
+    "not_mps_client": (
+        "a process of it uses the GPU without MPS",
+        "does it set CUDA_MPS_PIPE_DIRECTORY? The admission policies forbid that",
+    ),
+    "mps_daemon": ("its MPS daemon is of no use", "see the condition MpsDaemon"),
+    "mps_daemon_restarted": ("its MPS daemon was started anew", "restart the pod"),
+    "compute_mode_changed": (
+        "the GPU was not in EXCLUSIVE_PROCESS; it was set again",
+        "who runs nvidia-smi on this node?",
+    ),
+    "limit_in_environment": (
+        "its percentage is only in its environment",
+        "driver r615 has MPS protocol 3, which keeps it",
+    ),
     "probe_failed": ("the configured mechanism did not work", "edgeagent doctor isolation"),
 }
 

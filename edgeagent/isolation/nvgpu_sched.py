@@ -121,7 +121,7 @@ class NvgpuSchedBackend:
         with self._lock:
             try:
                 for pid in running.pids:
-                    for tsg in self._tsgs(pid):
+                    for tsg in self._tsgs_of(pid):
                         groups += 1
                         if self._timeslice(tsg) != wanted:
                             self._ioctl(
@@ -139,6 +139,15 @@ class NvgpuSchedBackend:
         if not groups:
             return AxisLevel(Level.NONE, self.name, reason="no_gpu_use_yet")
         return AxisLevel(Level.WEIGHTED, self.name, f"{groups} TSGs read back {wanted} µs")
+
+    def _tsgs_of(self, pid: int) -> list[int]:
+        """As _tsgs; none for a process that has ended."""
+        try:
+            return self._tsgs(pid)
+        except OSError:
+            if self._host.exists(f"/proc/{pid}"):
+                raise
+            return []
 
     def _tsgs(self, pid: int) -> list[int]:
         """Time-slice groups of a process (host PID)."""

@@ -113,3 +113,14 @@ def test_a_slice_that_does_not_stick_is_not_claimed(
 def test_without_the_device_open_nothing_is_claimed(backend: sched.NvgpuSchedBackend) -> None:
     level = backend.evidence(share(), running(10), Axis.COMPUTE)
     assert (level.level, level.reason) == (Level.NONE, "limit_not_readable")
+
+
+def test_a_process_that_ends_meanwhile_does_not_hide_the_others(
+    backend: sched.NvgpuSchedBackend, device: FakeSchedDevice, tmp_path: Path
+) -> None:
+    device.groups, device.unknown = {11: [5]}, {10}
+    backend.probe(ORIN, Axis.COMPUTE)
+    assert backend.evidence(share(), running(10, 11), Axis.COMPUTE).level is Level.WEIGHTED
+    (tmp_path / "proc/10").mkdir(parents=True)  # it is there, and the driver refuses to tell
+    level = backend.evidence(share(), running(10, 11), Axis.COMPUTE)
+    assert (level.level, level.reason) == (Level.NONE, "limit_not_readable")

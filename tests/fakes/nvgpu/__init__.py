@@ -20,6 +20,7 @@ class FakeSchedDevice:
     busy: bool = False
     stubborn: bool = False  # takes new time slices and does not keep them
     bitmap_bytes: int = 64
+    unknown: set[int] = field(default_factory=set)  # PIDs that the driver does not find
 
     def ioctl(self, fd: int, request: int, buffer: bytearray) -> None:
         if request == sched.GET_API_VERSION:
@@ -46,6 +47,8 @@ class FakeSchedDevice:
 
     def _by_pid(self, buffer: bytearray) -> None:
         pid, size, address = sched._BY_PID.unpack(buffer)
+        if pid in self.unknown:
+            raise OSError(errno.EINVAL, "Invalid argument")
         buffer[:] = sched._BY_PID.pack(pid, self.bitmap_bytes, address)
         if size < self.bitmap_bytes:
             raise OSError(errno.ENOSPC, "No space left on device")
