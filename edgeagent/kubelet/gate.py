@@ -336,13 +336,16 @@ class Gate:
         try:
             start = self._let_through(key, booking, letter)
         except AllocationError:
+            dropped = None
             with self._lock:  # nothing changes in the ledger for a start that was refused
                 if before is None:
                     self._ledger.release(key)
-                    self._starts.pop(key, None)
+                    dropped = self._starts.pop(key, None)
                 else:
                     self._ledger.restore(key, before.demand, before.uuid)
                 self._dispatch()
+            if dropped is not None and dropped.share is not None:
+                self._isolation.release(dropped.share)
             raise
         self._save()
         log.info(
