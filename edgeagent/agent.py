@@ -66,6 +66,7 @@ EX_RESTART = 75  # EX_TEMPFAIL: start me again (in a pod: with a new container)
 STOP_TIMEOUT_S = 4.0
 TICK_S = 10.0
 IDLE_LOOK_S = 60.0
+TRY_AGAIN_S = 300.0  # mechanisms that were configured and did not work
 WITHDRAWN_STEP_MIB = 64  # what the host uses wavers; every change of the list costs the kubelet work
 MIN_UPTIME_BEFORE_REEXEC_S = 30.0
 SHARING_FILE = "sharing.json"
@@ -425,7 +426,11 @@ class Agent:
 
     def _watch_shares(self, stop: threading.Event) -> None:
         """Probes isolation on GPUs that are new, then looks at every share again and again."""
+        tried_s = time.monotonic()
         while not stop.is_set():
+            if time.monotonic() - tried_s > TRY_AGAIN_S:
+                tried_s = time.monotonic()
+                self._unprobed |= self._isolation.failed()
             self._probe_isolation()
             self._mps.tend()
             before = self._share_watch.levels()

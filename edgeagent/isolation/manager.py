@@ -141,14 +141,17 @@ class IsolationManager:
                     "isolation probe gpu=%s axis=%s mechanism=%s level=%s evidence=%s",
                     gpu.uuid, axis.value, backend.name, result.level.value, result.evidence or result.problem,
                 )  # fmt: skip
-            if choice.problem:
-                log.error("%s gpu=%s", choice.problem, gpu.uuid)
             choices[axis] = choice
         with self._lock:
+            before = self._choices.get(gpu.uuid, {})
             self._choices[gpu.uuid] = choices
             self._probing.setdefault(gpu.uuid, threading.Event()).set()
+        for axis, choice in choices.items():
+            if choice.problem and (axis not in before or before[axis].problem != choice.problem):
+                log.error("%s gpu=%s", choice.problem, gpu.uuid)
         levels = self.levels(gpu.uuid)
-        log.info(
+        log.log(
+            logging.DEBUG if before and before == choices else logging.INFO,
             "isolation chosen gpu=%s memory=%s (%s) compute=%s (%s)",
             gpu.uuid, levels.memory.level.value, levels.memory.mechanism, levels.compute.level.value,
             levels.compute.mechanism,
@@ -177,6 +180,13 @@ class IsolationManager:
             compute=choices[Axis.COMPUTE].level if Axis.COMPUTE in choices else NO_LIMIT,
         )
 
+    def failed(self) -> frozenset[str]:
+        """GPUs on which a configured mechanism could not be used when it was tried."""
+        with self._lock:
+            return frozenset(
+                uuid for uuid, choices in self._choices.items() if any(c.problem for c in choices.values())
+            )
+
     def problems(self) -> tuple[str, ...]:
         """Sentences for the status: configured mechanisms that cannot be used."""
         with self._lock:
@@ -198,8 +208,15 @@ class IsolationManager:
             raise IsolationError("isolation of this GPU is still being probed; the start is tried again")
         self._forget(share)  # what was seen of an earlier start says nothing about this one
         edits = ContainerEdits()
+        prepared: list[IsolationBackend] = []
         for backend, axes in self._in_charge(share):
-            edits = edits.merged(backend.prepare(share, axes))
+            try:
+                edits = edits.merged(backend.prepare(share, axes))
+            except IsolationError:
+                for other in prepared:
+                    self._release(other, share)
+                raise
+            prepared.append(backend)
         return edits
 
     def _in_charge(self, share: ShareToEnforce) -> list[tuple[IsolationBackend, frozenset[Axis]]]:
@@ -271,11 +288,15 @@ class IsolationManager:
         """After the container's end. A mechanism that cannot clean up is logged, and does not keep
         the others from it. All are told: the choice may have been another one at its start."""
         for backend in self._backends:
-            try:
-                backend.release(share)
-            except IsolationError as e:
-                log.warning("isolation not taken back mechanism=%s error=%s", backend.name, e)
+            self._release(backend, share)
         self._forget(share)
+
+    @staticmethod
+    def _release(backend: IsolationBackend, share: ShareToEnforce) -> None:
+        try:
+            backend.release(share)
+        except IsolationError as e:
+            log.warning("isolation not taken back mechanism=%s error=%s", backend.name, e)
 
     def _forget(self, share: ShareToEnforce) -> None:
         with self._lock:

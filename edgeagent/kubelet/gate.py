@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -23,9 +23,10 @@ from edgeagent.gpus.model import Gpu
 from edgeagent.isolation.backend import ShareToEnforce
 from edgeagent.kubelet.bookings import BookingFile, SavedBooking
 from edgeagent.kubelet.checkpoint import Checkpoint, CheckpointView, HeldDevices
-from edgeagent.kubelet.containers import CONTAINER_ENV, GPU_ENV, SHARE_ENV, Containers
+from edgeagent.kubelet.containers import GPU_ENV, SHARE_ENV, Containers
 from edgeagent.kubelet.podresources import AllocateGuard
-from edgeagent.node.cdi import SHARE_CLASS, ContainerEdits, SpecDir, qualified_name, spec_text
+from edgeagent.kubelet.share_specs import MEMORY_ENV, POD_ENV, ShareSpecs, spec_names
+from edgeagent.node.cdi import SHARE_CLASS, ContainerEdits, qualified_name
 from edgeagent.sharing.ledger import (
     Booking,
     ContainerKey,
@@ -52,8 +53,6 @@ log = logging.getLogger(__name__)
 MAX_HELD_CALLS = 24  # of server.MAX_WORKERS: what Allocate needs is never taken by waiting
 SHOW_S = 1.0  # how long the checkpoint may take to show a container whose PreStartContainer is here
 ROUND_S = 30.0  # the calls for one container's resources belong to one start when within this
-STALE_SPEC_PAUSE_S = 0.3  # measured: shorter, and a loaded runtime may read the spec before ours
-STALE_SPEC_S = 5.0  # a spec removed this long ago is in nobody's cache
 SETTLE_S = 10.0  # the kubelet writes its checkpoint after the last Allocate of a container
 VERIFY_S = 120.0  # how long after its start a container is looked at until its processes are seen
 
@@ -61,10 +60,6 @@ SWEEP_HELD_S = 0.05
 SWEEP_STARTING_S = 0.5
 SWEEP_IDLE_S = 2.0
 EXITS_EVERY_S = 5.0
-
-POD_ENV = "EDGEAGENT_POD_UID"
-MEMORY_ENV = "EDGEAGENT_MEMORY_MIB"
-CORES_ENV = "EDGEAGENT_CORES_PCT"
 
 _GRANT_UID = "grant"  # pod UID of bookings made in Allocate (early binding)
 
@@ -151,7 +146,7 @@ class Gate:
         line: WaitingLine,
         names: ResourceNames,
         checkpoint: Checkpoint,
-        specs: SpecDir,
+        specs: ShareSpecs,
         bookings: BookingFile,
         containers: Containers,
         isolation: Isolation,
@@ -189,7 +184,6 @@ class Gate:
         self._counts: dict[str, int] = {}
 
         self._key_locks: dict[ContainerKey, list[Any]] = {}  # [lock, users]
-        self._spec_texts: dict[str, tuple[str, float | None]] = {}  # name -> (text, removed at)
         self._save_lock = threading.Lock()
         self._sweep_now = threading.Event()
 
@@ -571,7 +565,7 @@ class Gate:
         share = self._share(booking, gpu)
         if previous is not None and previous.share is not None and previous.share.gpu.uuid != gpu.uuid:
             self._isolation.release(previous.share)
-        names = _spec_names(booking.demand) if self.settings.binding == "late" else ()
+        names = spec_names(booking.demand) if self.settings.binding == "late" else ()
         for ended in self._superseded(key, names):
             # Their limits count no longer, and the next may have files by the same name.
             if ended.share is not None:
@@ -585,12 +579,21 @@ class Gate:
             ) from e
         start = Start(self._clock(), int(self._wall_s() * 1000), {letter}, "starting", share, names)
         with self._lock:
-            self._starts[key] = start
+            gone = self._ledger.booking(key) is None
+            if not gone:
+                self._starts[key] = start
+        if gone:  # while the limits were put in place
+            self._isolation.release(share)
+            raise _pod_gone()
         if names:
-            self._write_specs(booking, share, edits)
+            try:
+                whole = self._hooks.gpu_edits(gpu).merged(edits)
+                self._specs.write(share, booking.demand, whole, self._stop)
+            except NodeError as e:
+                raise AllocationError(str(e), code="UNAVAILABLE") from e
         with self._lock:
             if self._starts.get(key) is not start:
-                self._remove_specs(start.files)
+                self._specs.remove(start.files)
                 raise _pod_gone()
             start.began_s = self._clock()
             self._count("binds_total")
@@ -609,7 +612,7 @@ class Gate:
             ]
             starts = [self._starts.pop(other) for other in ended]
             kept = {name for start in self._starts.values() for name in start.files}.union(names)
-        self._remove_specs(name for start in starts for name in start.files if name not in kept)
+        self._specs.remove(name for start in starts for name in start.files if name not in kept)
         return starts
 
     def _share(self, booking: Booking, gpu: Gpu) -> ShareToEnforce:
@@ -624,66 +627,6 @@ class Gate:
             booking.cores,
             self._containers.pod_cgroup(booking.key.pod_uid),
         )
-
-    def _write_specs(self, booking: Booking, share: ShareToEnforce, edits: ContainerEdits) -> None:
-        """The specs of the CDI devices that the container's Allocates named: the share, and the number's
-        where there is one beside the memory (it only says whose it is)."""
-        info = {
-            SHARE_ENV: share.share,
-            POD_ENV: share.pod_uid,
-            CONTAINER_ENV: share.container,
-            GPU_ENV: share.gpu.uuid,
-            MEMORY_ENV: str(share.memory_mib),
-        }
-        if share.cores_pct is not None:
-            info[CORES_ENV] = str(share.cores_pct)
-        # The image may ask for all GPUs, and a runtime class may obey: void says no.
-        own = ContainerEdits(env={"NVIDIA_VISIBLE_DEVICES": "void", **info})
-        whole = self._hooks.gpu_edits(share.gpu).merged(edits).merged(own)
-        notes = {"pod-uid": share.pod_uid, "container": share.container, "gpu": share.gpu.uuid}
-        wanted = {share.share: spec_text(SHARE_CLASS, {share.share: whole}, notes)}
-        for name in _spec_names(booking.demand)[1:]:
-            beside = ContainerEdits(env={SHARE_ENV: share.share})
-            wanted[name] = spec_text(SHARE_CLASS, {name: beside}, notes)
-        changed = False
-        try:
-            for name, text in wanted.items():
-                changed = self._write_spec(name, text) or changed
-        except NodeError as e:
-            raise AllocationError(str(e), code="UNAVAILABLE") from e
-        if changed:
-            # The runtime may still hold the spec of the last start.
-            self._stop.wait(STALE_SPEC_PAUSE_S)
-
-    def _write_spec(self, name: str, text: str) -> bool:
-        """Puts one spec in place; whether the runtime may still know another one by this name."""
-        with self._lock:
-            before = self._spec_texts.get(name)
-        there = self._specs.read(SHARE_CLASS, name)
-        stale = False
-        if there != text:
-            known = there
-            if known is None and before is not None and before[1] is not None:
-                known = before[0] if self._clock() - before[1] < STALE_SPEC_S else None
-            stale = known is not None and known != text
-            if there is not None:
-                # Gone and written anew: whoever reads too early finds nothing rather than the old one.
-                self._specs.remove(SHARE_CLASS, name)
-            self._specs.write(SHARE_CLASS, name, text)
-        with self._lock:
-            self._spec_texts[name] = (text, None)
-        return stale
-
-    def _remove_specs(self, names: Iterable[str]) -> None:
-        for name in names:
-            try:
-                self._specs.remove(SHARE_CLASS, name)
-            except NodeError as e:
-                log.warning("%s", e)
-            with self._lock:
-                before = self._spec_texts.get(name)
-                if before is not None and before[1] is None:
-                    self._spec_texts[name] = (before[0], self._clock())
 
     @contextmanager
     def _alone(self, key: ContainerKey, *, only_if_free: bool = False) -> Iterator[bool]:
@@ -714,7 +657,6 @@ class Gate:
         """At start: who is on which GPU, from the saved bookings, the checkpoint, and what running
         containers were given. Nothing is listed to the kubelet before this is done."""
         saved = {b.key: b for b in self._bookings.load()}
-        self._specs.remove_leftovers()
         try:
             view: CheckpointView | None = self._read_checkpoint()
         except KubeletError as e:
@@ -743,11 +685,12 @@ class Gate:
                     running[uid] = self._containers.environments(uid)
                 found = running[uid]
                 environment = found.get(key.container) if found is not None else None
+                shown = environment.get(GPU_ENV) if environment is not None else None
                 booking = saved.get(key)
-                uuid = environment.get(GPU_ENV) if environment is not None else None
-                if booking is not None and booking.demand == demand:
-                    uuid = uuid or booking.gpu_uuid
-                elif environment is None:
+                noted = booking.gpu_uuid if booking is not None and booking.demand == demand else None
+                # Our own notes and the kubelet's first: a container can show any environment it likes.
+                uuid = noted or self._recorded_gpu(key, demand, view) or shown
+                if uuid is None:
                     self._ledger.grant(demand)  # it has not started, or nothing is known of its start
                     continue
                 refusal = self._ledger.restore(key, demand, uuid)
@@ -763,15 +706,14 @@ class Gate:
                     self._clock(),
                     booking.since_ms if booking is not None else int(self._wall_s() * 1000),
                     {MEMORY, CORES, NUMBER},
-                    "running",
+                    "running" if shown in (None, uuid) else "starting",  # what it got is looked at again
                     self._share(booked, gpu) if booked is not None and gpu is not None else None,
-                    _spec_names(demand),
+                    spec_names(demand),
                 )
             shares = [start.share for start in self._starts.values() if start.share is not None]
         for share in shares:
             self._isolation.adopt(share)
-        names = {name for start in self._starts.values() for name in start.files}
-        self._remove_specs(name for name in self._specs.names(SHARE_CLASS) if name not in names)
+        self._specs.remove_others(name for start in self._starts.values() for name in start.files)
         self._save()
         log.info("ledger restored bookings=%d", kept)
 
@@ -840,7 +782,7 @@ class Gate:
                 waiting.woken.set()
             self._evicted.discard(uid)
             self._dispatch()
-        self._remove_specs(name for start in starts.values() for name in start.files)
+        self._specs.remove(name for start in starts.values() for name in start.files)
         for start in starts.values():
             if start.share is not None:
                 self._isolation.release(start.share)
@@ -948,7 +890,7 @@ class Gate:
                             continue  # it starts again
                         start.state = "exited"
                         others = {n for k, s in self._starts.items() if k != key for n in s.files}
-                    self._remove_specs(name for name in start.files if name not in others)
+                    self._specs.remove(name for name in start.files if name not in others)
 
     def _watch_line(self) -> None:
         now_s = self._clock()
@@ -1053,15 +995,6 @@ def _larger(a: Demand, b: Demand) -> Demand:
             for x, y in ((a.memory, b.memory), (a.cores, b.cores), (a.shares, b.shares))
         )
     )
-
-
-def _spec_names(demand: Demand) -> tuple[str, ...]:
-    """The CDI devices that the container's Allocates named: the share first, then the number's."""
-    share = demand.share_name
-    names = [share] if share is not None else []
-    if demand.shares:
-        names.append(token_id(NUMBER, lowest(demand.shares)))
-    return tuple(dict.fromkeys(names))
 
 
 def _pod_gone() -> AllocationError:

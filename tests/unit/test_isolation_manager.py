@@ -267,3 +267,25 @@ def test_running_containers_are_made_known_to_those_who_must_know() -> None:
     remembers = Remembers("nvml-cgroup", Level.HARD)
     manager(remembers, Mechanism("limiter", Level.COOPERATIVE)).adopt(SHARE)
     assert remembers.adopted == [SHARE]
+
+
+def test_a_start_that_one_mechanism_refuses_leaves_nothing_with_the_others() -> None:
+    class Refuses(Mechanism):
+        def prepare(self, share: ShareToEnforce, axes: frozenset[Axis]) -> ContainerEdits:
+            raise IsolationError("no room")
+
+    first = Mechanism("nvml-cgroup", Level.HARD, frozenset({Axis.MEMORY}))
+    m = manager(first, Refuses("limiter", Level.COOPERATIVE, frozenset({Axis.COMPUTE})))
+    with pytest.raises(IsolationError, match="no room"):
+        m.prepare(SHARE)
+    assert (first.prepared, first.released) == ([frozenset({Axis.MEMORY})], 1)
+
+
+def test_what_failed_is_tried_again_and_its_problem_goes() -> None:
+    mechanism = Mechanism("limiter", Level.NONE)
+    m = manager(mechanism, memory="limiter", compute="none")
+    assert m.failed() == {GPU.uuid}
+    mechanism.level = Level.COOPERATIVE
+    m.probe(GPU, watchdog=True)
+    assert (m.failed(), m.problems()) == (frozenset(), ())
+    assert m.levels(GPU.uuid).memory.mechanism == "limiter"
