@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -689,7 +689,9 @@ class Gate:
                 booking = saved.get(key)
                 noted = booking.gpu_uuid if booking is not None and booking.demand == demand else None
                 # Our own notes and the kubelet's first: a container can show any environment it likes.
-                uuid = noted or self._recorded_gpu(key, demand, view) or shown
+                uuid = noted or self._specs.gpu_of(key, demand)
+                if uuid is None and environment is not None:  # it runs
+                    uuid = self._answered_gpu(key, view) or shown
                 if uuid is None:
                     self._ledger.grant(demand)  # it has not started, or nothing is known of its start
                     continue
@@ -714,8 +716,22 @@ class Gate:
         for share in shares:
             self._isolation.adopt(share)
         self._specs.remove_others(name for start in self._starts.values() for name in start.files)
+        self._release_ended(saved.values(), {share.share for share in shares})
         self._save()
         log.info("ledger restored bookings=%d", kept)
+
+    def _answered_gpu(self, key: ContainerKey, view: CheckpointView | None) -> str | None:
+        """The GPU that our answer to its Allocate named, as the kubelet keeps it (early binding)."""
+        held = view.containers.get(key) if view is not None else None
+        return held.response_env(self.names.memory, GPU_ENV) if held is not None else None
+
+    def _release_ended(self, saved: Iterable[SavedBooking], in_use: Collection[str]) -> None:
+        """Has the limits of containers taken back that ended while no agent ran."""
+        for booking in saved:
+            name, gpu = booking.demand.share_name, self._gpus.get(booking.gpu_uuid or "")
+            if name is not None and name not in in_use and gpu is not None:
+                uid, container = booking.key.pod_uid, booking.key.container
+                self._isolation.release(ShareToEnforce(uid, container, name, gpu, 0, None))
 
     # --- what becomes of them ---
 

@@ -29,6 +29,7 @@ from edgeagent.kubelet.plan import Plan, letters, links_of, make_plan, unit_in_n
 from edgeagent.kubelet.podresources import AllocateGuard, PodResources
 from edgeagent.kubelet.registrar import Offering, Registrar
 from edgeagent.kubelet.server import DeviceService, PluginServer
+from edgeagent.kubelet.share_specs import ShareSpecs
 from edgeagent.kubelet.shares import ShareService
 from edgeagent.node.cdi import GPU_CLASS, ContainerEdits, SpecDir, qualified_name, spec_text
 from edgeagent.node.nvidia_cdi import NvidiaCdi
@@ -148,7 +149,7 @@ class KubeletSide:
             line=WaitingLine(config.sharing.reserve_after_seconds),
             names=self.names,
             checkpoint=Checkpoint(host, self._checkpoint_path, lambda: self._letters, lambda name: False),
-            specs=self._specs,
+            specs=ShareSpecs(self._specs),
             bookings=BookingFile(host.path(config.state_dir), host),
             containers=containers,
             isolation=isolation,

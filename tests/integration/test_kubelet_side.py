@@ -491,7 +491,7 @@ def test_early_binding_survives_a_restart_of_the_agent_between_allocate_and_star
         k.wait_for(lambda: late.running)
         assert late.uid == chosen
         assert gpu_of(late) == late.containers["app"].env["NVIDIA_VISIBLE_DEVICES"]
-        (share,) = side.side.containers()
+        (share,) = (c for c in side.side.containers() if c.pod_uid == late.uid)
         assert share.gpu_uuid == gpu_of(late)
 
 
@@ -563,6 +563,38 @@ def test_with_one_of_its_sources_lost_the_agent_still_knows(lost: str) -> None:
         side.start()
         after = {(c.pod, c.gpu_uuid, c.memory_mib, c.cores_pct) for c in side.side.containers()}
         assert after == before
+
+
+@pytest.mark.parametrize("lost", [None, "bookings.json"], ids=["notes there", "notes lost"])
+def test_a_container_that_lies_about_its_gpu_moves_no_booking_and_is_stopped(lost: str | None) -> None:
+    """Its process shows another GPU in its environment when the agent starts again."""
+    with running_side() as (k, side):
+        pod = k.run(one("liar", 5000))
+        k.wait_for(lambda: pod.running)
+        real = gpu_of(pod)
+        other = next(g.uuid for g in side.gpus if g.uuid != real)
+        side.stop()
+        environ = k.root / f"proc/{pod.apps[0].instance.pid}/environ"
+        environ.write_bytes(environ.read_bytes().replace(real.encode(), other.encode()))
+        if lost is not None:
+            (k.root / "var/lib/edgeagent" / lost).unlink()
+        side.start()
+        assert side.side.room(real).promised_mib == 5000
+        assert side.side.room(other).promised_mib == 0
+        k.wait_for(lambda: pod.apps[0].restarts == 1 and pod.running)
+        assert gpu_of(pod) == real
+
+
+def test_limits_of_pods_that_went_while_the_agent_was_down_are_taken_back() -> None:
+    with running_side() as (k, side):
+        pods = [k.run(one(f"p{i}", 3000)) for i in range(2)]
+        k.wait_for(lambda: all(p.running for p in pods))
+        shares = {c.pod: c.share for c in side.side.containers()}
+        side.stop()
+        k.delete(pods[0])
+        k.wait_for(lambda: pods[0].gone)
+        side.start()
+        assert [s.share for s in side.isolation.released] == [shares["p0"]]
 
 
 def test_after_a_reboot_pods_start_again_on_the_same_ids() -> None:
