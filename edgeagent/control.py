@@ -14,6 +14,7 @@ import os
 import selectors
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,7 @@ class ControlServer:
             conn.settimeout(REQUEST_TIMEOUT_S)
             try:
                 answer = self._answer(_read_line(conn))
+                conn.settimeout(REQUEST_TIMEOUT_S)
                 conn.sendall(json.dumps(answer, allow_nan=False).encode() + b"\n")
             except (OSError, ValueError) as e:
                 log.debug("control client went away error=%s", e)
@@ -117,7 +119,7 @@ class ControlServer:
             request = json.loads(line)
             verb = self._verbs[request["verb"]]
             args = request.get("args") or {}
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return {"ok": False, "error": f"unknown request; verbs: {', '.join(sorted(self._verbs))}"}
         if not isinstance(args, dict):
             return {"ok": False, "error": "args must be an object"}
@@ -125,11 +127,17 @@ class ControlServer:
             return {"ok": True, "result": verb(args)}
         except AgentError as e:
             return {"ok": False, "error": str(e)}
+        except Exception:  # a fault of ours in showing something must not end what is shown
+            log.exception("request failed verb=%s", request["verb"])
+            return {"ok": False, "error": "the agent failed in this request; its log says where"}
 
 
 def _read_line(conn: socket.socket) -> bytes:
+    """Raises OSError (TimeoutError) when the line does not come within REQUEST_TIMEOUT_S altogether."""
     data = b""
+    until_s = time.monotonic() + REQUEST_TIMEOUT_S
     while not data.endswith(b"\n") and len(data) < MAX_REQUEST_BYTES:
+        conn.settimeout(max(0.001, until_s - time.monotonic()))
         chunk = conn.recv(65536)
         if not chunk:
             break
