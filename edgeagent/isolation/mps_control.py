@@ -25,8 +25,10 @@ log = logging.getLogger(__name__)
 
 PROGRAM = "nvidia-cuda-mps-control"
 PROGRAM_DIRS = ("/usr/bin", "/usr/local/bin", "/usr/sbin", "/run/nvidia/driver/usr/bin")
-# Where a daemon is that was started without naming a directory.
-DEFAULT_PIPE_DIRS = ("/run/nvidia-mps", "/tmp/nvidia-mps")  # noqa: S108
+# Where a daemon is that was started without naming a directory; as a service the agent has a /tmp of its
+# own, and the host's is init's.
+_INIT = "/proc/1/root"
+DEFAULT_PIPE_DIRS = ("/run/nvidia-mps", "/tmp/nvidia-mps", f"{_INIT}/tmp/nvidia-mps")  # noqa: S108
 SERVER = "shares"  # protocol 3: the one server whose namespaces the shares are
 
 ANSWER_S = 0.9  # of the second that nobody who prepares a container may take
@@ -131,7 +133,7 @@ class MpsControl:
                     self._run((), "get_server_list", environment=self._environment(directory))
                 except IsolationError:
                     continue
-                return directory
+                return directory.removeprefix(_INIT)
         return None
 
     def start(self, protocol: int) -> None:
