@@ -649,6 +649,8 @@ class Agent:
         unified = next((o for o in self.kubelet.offers() if o.gpu.unified_memory and o.present), None)
         if unified is not None and memory_total_mib is not None:
             notes["unifiedMemory"] = kubelet_memory(memory_total_mib, unified.usable_mib).sentence()
+        if self._cluster is not None and self._cluster.problem is not None:
+            notes["apiServer"] = self._cluster.problem  # said, and no fault of the node: it works without
         return notes
 
     # --- asked from outside -------------------------------------------------------------------------

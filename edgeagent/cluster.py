@@ -39,11 +39,17 @@ class ClusterLink:
         self._seen = seen
         self._api = ApiServer(lambda: find_credentials(host, config.kubernetes.kubeconfig))
         self._effects = Effects(self._api, node_name, config.kubernetes, config.health, pods_on)
+        self._not_yet: str | None = None
         self.k3s_version: str | None = None
 
     @property
     def counters(self) -> dict[str, int]:
         return self._effects.counters
+
+    @property
+    def problem(self) -> str | None:
+        """Why the API server cannot be reached now."""
+        return self._not_yet or self._effects.problem
 
     def configure(self, config: Config) -> None:
         self._effects.configure(config.kubernetes, config.health)
@@ -72,8 +78,10 @@ class ClusterLink:
             try:
                 find_credentials(self._host, self._config.kubernetes.kubeconfig)
                 self._seen(self._api.server_version())
+                self._not_yet = None
                 break
             except NodeError as e:
+                self._not_yet = str(e)
                 log.log(logging.DEBUG if told else logging.INFO, "no API server yet: %s", e)
                 told = True
             stop.wait(LOOK_AGAIN_S)

@@ -92,6 +92,7 @@ class Effects:
         self._evicted: set[str] = set()
         self._wanted_labels: Mapping[str, str] | None = None
         self._labels_due_s = 0.0
+        self.problem: str | None = None  # why the API server could not be told, last time
         self._label_failures = 0
         self._reachable: bool | None = None
         self.counters = {
@@ -295,8 +296,10 @@ class Effects:
         if self._reachable is False:
             log.info("the API server answers again")
         self._reachable = True
+        self.problem = None
 
     def _unreachable(self, e: NodeError) -> None:
         first = self._reachable is not False
         log.log(logging.WARNING if first else logging.DEBUG, "cannot tell the cluster reason=%s", e)
         self._reachable = False
+        self.problem = str(e)
