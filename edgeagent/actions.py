@@ -66,7 +66,7 @@ class AgentActions:
 
     def _evict_all(self, pod_uids: tuple[str, ...], uuid: str) -> None:
         for pod_uid in pod_uids:
-            self._agent.evict(pod_uid, "GpuDrained", f"GPU {uuid} is being drained by an operator")
+            self._agent.notices.evict(pod_uid, "GpuDrained", f"GPU {uuid} is being drained by an operator")
 
     def config_hash(self) -> str:
         return config_hash(self._agent.config)

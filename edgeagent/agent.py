@@ -30,17 +30,16 @@ from edgeagent.gpus.detect import NodeGpus
 from edgeagent.gpus.model import Gpu
 from edgeagent.health.conditions import Books, ConditionType, withdrawn_mib
 from edgeagent.health.labels import node_labels
-from edgeagent.health.monitor import HealthChange, HealthMonitor, HealthState, SeenEvent, Surroundings
+from edgeagent.health.monitor import HealthChange, HealthMonitor, HealthState, Surroundings
 from edgeagent.health.remembered import FILE_NAME as REMEMBERED_GPUS
 from edgeagent.health.remembered import RememberedGpus
 from edgeagent.health.share_watch import ShareWatch
 from edgeagent.health.xid import load_catalogue
 from edgeagent.hostroot import HostRoot
 from edgeagent.isolation.backend import ShareToEnforce
-from edgeagent.isolation.levels import Axis, AxisLevel
 from edgeagent.isolation.manager import IsolationManager
 from edgeagent.isolation.mps import MpsBackend
-from edgeagent.isolation.watchdog import Actions, OverLimit, Watchdog
+from edgeagent.isolation.watchdog import Actions, Watchdog
 from edgeagent.kubelet.containers import HostContainers
 from edgeagent.kubelet.gate import AllocEvent
 from edgeagent.kubelet.plugin import KubeletSide, SideHooks
@@ -55,6 +54,7 @@ from edgeagent.node.kmsg import KernelLog
 from edgeagent.node.podlogs import PodLogs
 from edgeagent.node.processes import Processes
 from edgeagent.node.unified_memory import kubelet_memory
+from edgeagent.notices import Notices
 from edgeagent.snapshot import HostFacts, NodeSnapshot, UplinkState
 from edgeagent.snapshot_json import to_json
 from edgeagent.supervisor import Supervisor
@@ -233,12 +233,12 @@ class Agent:
         self._unprobed: set[str] = set()
         self._offered: object = None
         self._withdrawn: Mapping[str, int] = {}
-        self._event_counts: dict[str, int] = {}
 
         cgroups = PodCgroups(host, config.kubelet.cgroup_root)
         self._processes = Processes(host)
         pod_logs = PodLogs(host, config.kubelet.pod_log_dir)
         self._containers = HostContainers(host, cgroups, pod_logs, self._processes)
+        self.notices = Notices(self._containers.pod_name, self._known_gpu)
         self._jetson_stats = self._make_jetson_stats()
         self.gpus = NodeGpus(config.gpus, host, second=self._jetson_stats)
         backends = isolation_backends(config, host, self.gpus.limiter, self.gpus.compute_modes)
@@ -249,14 +249,14 @@ class Agent:
             compute=config.isolation.compute,
             fallback=config.isolation.fallback,
             allow_mps=config.isolation.allow_mps,
-            on_level_lost=self._level_lost,
+            on_level_lost=self.notices.level_lost,
         )
         self.kubelet = KubeletSide(
             config,
             host,
             containers=self._containers,
             isolation=self._isolation,
-            hooks=SideHooks(self._changed, self._alloc_event, self._evict_waiting),
+            hooks=SideHooks(self.notices.changed, self._alloc_event, self.notices.evict_waiting),
             stop=self._supervisor.stop,
             binding=self._identity.binding,
         )
@@ -267,8 +267,8 @@ class Agent:
             config.isolation.watchdog,
             self._share_watch.measure,
             Actions(
-                told=self._over_limit,
-                evict=self._evict_over_limit,
+                told=self.notices.over_limit,
+                evict=self.notices.evict_over_limit,
                 kill=self._processes.kill,
                 terminate_client=lambda process: self._mps.terminate_client(process.pid),
             ),
@@ -290,7 +290,7 @@ class Agent:
         )
         self.health.on_change(self._health_changed)
         self.health.on_poll(self.offer)
-        self.health.on_event(self._gpu_event)
+        self.health.on_event(self.notices.gpu_event)
         self._kernel_log = (
             KernelLog(host, self._state_dir, self.health.gpu_at, self.health.handle_event)
             if config.health.kernel_log
@@ -301,9 +301,10 @@ class Agent:
             if config.kubernetes.enabled
             else None
         )
+        self.notices.cluster = self._cluster
         if self._cluster is not None:
             self.health.on_change(self._cluster.health_changed)
-        self._uplink = self._make_uplink()
+        self._uplink = self.notices.uplink = self._make_uplink()
         self._metrics = self._make_metrics()
 
     def _make_jetson_stats(self) -> Any:
@@ -359,7 +360,7 @@ class Agent:
             # What failed while the GPU was sick may work now.
             self._unprobed |= change.recovered
             self._look_now.set()
-        self._changed()
+        self.notices.changed()
 
     def offer(self) -> None:
         """Brings the kubelet side up to date with health, cordons and the host's own use."""
@@ -436,7 +437,7 @@ class Agent:
             before = self._share_watch.levels()
             self._watchdog.look(self._share_watch.measure())
             if self._share_watch.levels() != before:
-                self._changed()
+                self.notices.changed()
             busy = bool(self.kubelet.bound())
             self._look_now.wait(self.config.isolation.watchdog.poll_seconds if busy else IDLE_LOOK_S)
             self._look_now.clear()
@@ -448,107 +449,12 @@ class Agent:
             if known is not None:
                 lists_processes = known.reading is None or known.reading.processes is not None
                 self._isolation.probe(known.gpu, watchdog=lists_processes)
-            self._changed()
-
-    def _changed(self) -> None:
-        if self._uplink is not None:
-            self._uplink.changed()
-
-    def _gpu_event(self, seen: SeenEvent) -> None:
-        event = seen.event
-        self._count(f"gpu_events_{event.kind.value}_total")
-        if self._uplink is None:
-            return
-        what = f"XID {event.xid}" if event.xid is not None else event.kind.value
-        name = f" ({seen.xid.name})" if seen.xid is not None else ""
-        self._uplink.event(
-            "xid",
-            event.kind.value,
-            f"{what}{name} on GPU {seen.gpu.index if seen.gpu else 'unknown'}",
-            severity="warning" if seen.xid is None or not seen.xid.xid_class.makes_unhealthy else "critical",
-            gpu_uuid=event.uuid,
-            facts={
-                **({"xid": event.xid} if event.xid is not None else {}),
-                **({"detail": event.detail} if event.detail else {}),
-                **({"repeats": seen.repeats} if seen.repeats else {}),
-            },
-        )
+            self.notices.changed()
 
     def _alloc_event(self, event: AllocEvent) -> None:
-        self._count(f"alloc_{event.kind}_total")
-        name = self._containers.pod_name(event.pod_uid) if event.pod_uid else None
         if event.kind == "bound":
             self._look_now.set()
-        if self._uplink is not None:
-            quiet = event.kind in ("bound", "released", "waiting")
-            self._uplink.event(
-                "alloc",
-                event.kind,
-                event.message or self._said(event),
-                severity="info" if quiet else "warning",
-                gpu_uuid=event.gpu_uuid,
-                namespace=name[0] if name else None,
-                pod=name[1] if name else None,
-                container=event.container or None,
-                facts={"code": event.code} if event.code else None,
-            )
-
-    def _said(self, event: AllocEvent) -> str:
-        gpu = self.health.state.gpus.get(event.gpu_uuid or "")
-        where = f" on GPU {gpu.gpu.index} ({gpu.gpu.model})" if gpu is not None else ""
-        if event.kind == "bound":
-            return f"container {event.container} starts{where}"
-        return "its share is free again" if event.kind == "released" else event.kind
-
-    def _over_limit(self, over: OverLimit) -> None:
-        use = over.use
-        name = self._containers.pod_name(use.pod_uid)
-        message = (
-            f"uses {use.used_mib or 0:.0f} MiB of GPU memory, its limit is {use.limit_mib} ({over.action})"
-        )
-        if self._cluster is not None and name is not None:
-            self._cluster.pod_event("GpuMemoryOverLimit", message, PodRef(name[0], name[1], use.pod_uid))
-        if self._uplink is not None:
-            self._uplink.event(
-                "overlimit", "over_limit", message, severity="warning", gpu_uuid=use.gpu_uuid,
-                namespace=name[0] if name else None, pod=name[1] if name else None,
-                container=use.container, facts={"limitMiB": use.limit_mib, "usedMiB": use.used_mib or 0},
-            )  # fmt: skip
-        self._changed()
-
-    def _level_lost(self, share: ShareToEnforce, axis: Axis, before: AxisLevel, now: AxisLevel) -> None:
-        self._count("isolation_levels_lost_total")
-        name = self._containers.pod_name(share.pod_uid)
-        message = (
-            f"{axis.value} limit is no longer proved: {before.level.value} -> {now.level.value} "
-            f"({now.reason or 'no evidence'})"
-        )
-        if self._cluster is not None and name is not None:
-            pod = PodRef(name[0], name[1], share.pod_uid)
-            self._cluster.pod_event("GpuLimitNotProved", f"container {share.container}: {message}", pod)
-        if self._uplink is not None:
-            self._uplink.event(
-                "agent", "level_lost", message,
-                severity="warning", gpu_uuid=share.gpu.uuid, namespace=name[0] if name else None,
-                pod=name[1] if name else None, container=share.container,
-                facts={"axis": axis.value, "reason": now.reason or "", "evidence": now.evidence},
-            )  # fmt: skip
-        self._changed()
-
-    def _evict_waiting(self, pod_uid: str, reason: str) -> None:
-        self.evict(pod_uid, "GpuShareWaitedTooLong", reason)
-
-    def _evict_over_limit(self, over: OverLimit) -> None:
-        self.evict(over.use.pod_uid, "GpuMemoryOverLimit", f"over its limit of {over.use.limit_mib} MiB")
-
-    def evict(self, pod_uid: str, reason: str, message: str) -> bool:
-        """Asks the API server to end a pod; whether that could be asked for."""
-        name = self._containers.pod_name(pod_uid)
-        if self._cluster is None or name is None:
-            log.warning("cannot evict, no API server access pod=%s reason=%s", pod_uid, message)
-            return False
-        self._cluster.evict(PodRef(name[0], name[1], pod_uid), reason, message)
-        return True
+        self.notices.alloc_event(event)
 
     def _cluster_seen(self, version: str) -> None:
         self.kubelet.cluster_version = self.config.sharing.cluster_version or version
@@ -577,9 +483,9 @@ class Agent:
         reserve_mib = max(0, offer.reserved_mib - (offer.gpu.memory_reserved_mib or 0))
         return Books(offer.usable_mib, self.kubelet.room(uuid).promised_mib, reserve_mib, holders)
 
-    def _count(self, name: str) -> None:
-        with self._config_lock:
-            self._event_counts[name] = self._event_counts.get(name, 0) + 1
+    def _known_gpu(self, uuid: str) -> Gpu | None:
+        known = self.health.state.gpus.get(uuid)
+        return known.gpu if known is not None else None
 
     def gpu_uuid(self, text: str) -> str:
         """The UUID of a GPU named by UUID or index. Raises ControlError."""
@@ -620,7 +526,7 @@ class Agent:
                 **self._watchdog.counters,
                 **self.health.counters,
                 **(self._cluster.counters if self._cluster is not None else {}),
-                **self._event_counts,
+                **self.notices.counters,
             },
             draining=bool(kubelet.offers()) and all(o.cordoned for o in kubelet.offers()),
         )
@@ -669,7 +575,7 @@ class Agent:
         uuid = self.gpu_uuid(gpu)
         changed = self._cordons.set(uuid, cordoned)
         self.offer()
-        self._changed()
+        self.notices.changed()
         state = "cordoned: running containers keep it, new ones do not get it" if cordoned else "in use again"
         log.info("GPU cordon changed gpu=%s cordoned=%s", uuid, cordoned)
         return f"GPU {uuid} is {'' if changed else 'already '}{state}"
@@ -713,7 +619,7 @@ class Agent:
                 "configuration read again changed=%s restart_needed=%s",
                 ",".join(found.reloadable) or "-", ",".join(found.restart) or "-",
             )  # fmt: skip
-        self._changed()
+        self.notices.changed()
         return {"changed": list(found.reloadable), "restartNeeded": list(found.restart)}
 
     def _take_kept_sharing(self) -> None:
