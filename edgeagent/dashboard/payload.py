@@ -27,13 +27,17 @@ def _refuse_constant(word: str) -> Any:
     raise ValueError(f"{word} is not JSON")
 
 
+# `json.loads` with an argument would make one for every message.
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+
+
 def parse(data: bytes, max_bytes: int = MAX_PAYLOAD_BYTES) -> JsonObject:
     """The JSON object in `data`. FleetError for what is larger than `max_bytes`, no UTF-8, no JSON (NaN
     is none), nested too deep, or no object."""
     if len(data) > max_bytes:
         raise FleetError(f"cannot use a message of {len(data)} bytes: more than {max_bytes}")
     try:
-        value = json.loads(data.decode("utf-8"), parse_constant=_refuse_constant)
+        value = _DECODER.decode(data.decode("utf-8"))
     except (ValueError, RecursionError) as e:  # UnicodeDecodeError is a ValueError; so are huge integers
         raise FleetError(f"cannot read a message: {type(e).__name__}") from e
     if not isinstance(value, dict):

@@ -75,8 +75,10 @@ class FleetStore:
         self.rejected = 0
         self.over_limit = 0  # messages of nodes beyond max_nodes
         self.duplicates = 0
+        self.samples = 0
         self.loading = False
         self.loaded_ms: int | None = None
+        self.load_took_ms: int | None = None
         self._expected = expected
         self._max_nodes = max_nodes
         self._load_began_ms = 0
@@ -96,16 +98,17 @@ class FleetStore:
         if topic.startswith("$SYS/"):
             self._take_broker_figure(data)
             return None
-        parsed = topics.parse(topic)
-        if parsed is None:
+        levels = topic.split("/")
+        node = self.nodes.get("/".join(levels[2:4]))
+        # Most topics are of nodes that are known: then these levels were looked at before.
+        known = node is not None and topic.startswith(topics.ROOT)
+        if not known and topics.parse(topic) is None:
             self.rejected += 1
             return None
-        kind = parsed.tail[0]
+        kind = levels[4] if len(levels) > 4 else ""
         take = self._TAKE.get(kind)
-        if take is None or len(parsed.tail) != (1 if kind in ("status", "inv", "alloc") else 2):
+        if take is None or len(levels) != (5 if kind in ("status", "inv", "alloc") else 6):
             return None
-        key = f"{parsed.site}/{parsed.node}"
-        node = self.nodes.get(key)
         if node is None:
             # An alert of a node without status is what a renamed node left behind.
             if not data or kind not in ("status", "inv", "alloc", "tele"):
@@ -113,10 +116,11 @@ class FleetStore:
             if len(self.nodes) >= self._max_nodes:
                 self.over_limit += 1
                 return None
-            node = Node(parsed.site, parsed.node)
+            node = Node(levels[2], levels[3])
+        key = node.key
         before = (node.condition, node.hostname, node.models, node.pods)
         try:
-            changed = take(self, node, parsed.tail[-1], data, retained, now_ms)
+            changed = take(self, node, levels[-1], data, retained, now_ms)
         except FleetError:
             self.rejected += 1
             return None
@@ -157,7 +161,7 @@ class FleetStore:
         return bool(data) and node.take_allocation(p.parse(data), data, retained=retained, now_ms=now_ms)
 
     def _take_alert(self, node: Node, ident: str, data: bytes, _: bool, now_ms: int) -> bool:
-        return node.take_alert(ident, p.parse(data) if data else None, now_ms)
+        return topics.is_name(ident) and node.take_alert(ident, p.parse(data) if data else None, now_ms)
 
     def _take_telemetry(self, node: Node, form: str, data: bytes, retained: bool, now_ms: int) -> bool:
         if retained or form not in ("m", "z"):
@@ -166,6 +170,7 @@ class FleetStore:
         if self._is_duplicate(node, body):
             return False
         samples = p.objects(body.get("samples"), MAX_SAMPLES) if form == "m" else _rows(body)
+        self.samples += len(samples)
         return node.take_samples(body, samples, now_ms)
 
     def _take_event(self, node: Node, kind: str, data: bytes, retained: bool, now_ms: int) -> bool:
@@ -207,6 +212,7 @@ class FleetStore:
 
     def end_load(self, now_ms: int) -> None:
         self.loading, self.loaded_ms = False, now_ms
+        self.load_took_ms = now_ms - self._load_began_ms
         self.sweep(now_ms, hearing=True)
 
     def link_lost(self) -> None:
