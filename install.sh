@@ -535,7 +535,8 @@ install_service() {
         act systemctl --no-reload enable edgeagent.service
     fi
     [ -z "$NO_START" ] || return 0
-    if [ "$(systemctl show -p NeedDaemonReload --value edgeagent.service 2>/dev/null)" = yes ]; then
+    if [ "$(systemctl show -p NeedDaemonReload --value edgeagent.service 2>/dev/null)" = yes ] ||
+        [ "$(systemctl show -p LoadState --value edgeagent.service 2>/dev/null)" = not-found ]; then
         if [ -n "$PODS_ON_GPU" ]; then
             warn "pods use a GPU now: containers of NVIDIA's runtime without CDI can lose it when systemd is" \
                 "reloaded ('Failed to initialize NVML: Unknown Error'); such pods have to be started again"
