@@ -39,6 +39,9 @@ if TYPE_CHECKING:  # imported only where they are used: each costs memory
 
 log = logging.getLogger(__name__)
 
+# Thor's integrated GPU is on the PCI bus, always here; NVIDIA's container toolkit knows it by that too.
+_THOR_INTEGRATED_PCI = "0000:01:00.0"
+
 
 def detect(
     config: GpusConfig,
@@ -186,10 +189,18 @@ class NodeGpus:
         sources = [g.source for g in gpus]
         evidence.append(f"decided: {', '.join(f'{sources.count(s)} by {s}' for s in dict.fromkeys(sources))}")
         if gpus:
-            return Inventory(gpus, tuple(evidence))
+            problem, fault = self._why_no_card(nvml)
+            return Inventory(gpus, tuple(evidence), problem, fault)
         problem, fault = self._why_none(nvml, tegra)
         evidence[-1] = f"decided: no GPU ({fault.value})"
         return Inventory((), tuple(evidence), problem, fault)
+
+    def _why_no_card(self, nvml: Inventory | None) -> tuple[str | None, GpuFault | None]:
+        """What is wrong with a card beside a Jetson's own GPU, where it is there and NVML fails."""
+        cards = [c for c in nvidia_host.pci_gpus(self._host) if c != _THOR_INTEGRATED_PCI]
+        if nvml is None or nvml.fault in (None, GpuFault.NOT_FOUND) or not cards:
+            return None, None
+        return f"the card at {cards[0]} cannot be used: {nvml.problem}", nvml.fault
 
     def _why_none(self, nvml: Inventory | None, tegra: Inventory | None) -> tuple[str, GpuFault]:
         """The one reason that helps most."""

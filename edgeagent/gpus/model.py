@@ -184,7 +184,8 @@ Topology = Mapping[frozenset[str], GpuLink]
 @dataclass(frozen=True, slots=True)
 class Inventory:
     """The GPUs found, and why. `evidence` says in order what was looked at and what it showed;
-    `problem` is one sentence when no GPU can be offered (with `fault` as its machine form)."""
+    `problem` is one sentence when no GPU can be offered (with `fault` as its machine form), or when a
+    card beside a Jetson's own GPU cannot be."""
 
     gpus: tuple[Gpu, ...]
     evidence: tuple[str, ...] = ()

@@ -403,7 +403,8 @@ class HealthMonitor:
         return self._state
 
     def _inventory_due(self) -> bool:
-        if self._rescan or self._inventory_at_s is None or not self._state.inventory.gpus:
+        found = self._state.inventory
+        if self._rescan or self._inventory_at_s is None or not found.gpus or found.fault is not None:
             return True
         if any(
             not g.present or (g.reading and g.reading.fault in _REPROBE) for g in self._state.gpus.values()
@@ -434,7 +435,8 @@ class HealthMonitor:
                 gpus.setdefault(uuid, GpuHealth(gpu))
             gpus = dict(sorted(gpus.items(), key=lambda item: (item[1].gpu.index, item[0])))
             changed = _known_facts(found) != _known_facts(old.inventory) or gpus != dict(old.gpus)
-            conditions = self._node_conditions(found, bool(gpus), old.conditions)
+            explained = bool(gpus) if not found.gpus else any(not g.present for g in gpus.values())
+            conditions = self._node_conditions(found, explained, old.conditions)
             self._commit(gpus, conditions, found, changed)
         if self._remembered is not None:
             self._remembered.save((g.gpu for g in gpus.values()), self._now_ms())
@@ -452,7 +454,7 @@ class HealthMonitor:
         if not known.present:
             inventory = self._state.inventory
             # A library that cannot be used at all hides its GPUs; it does not remove them.
-            fault = inventory.fault if inventory.fault and not inventory.gpus else GpuFault.NOT_FOUND
+            fault = inventory.fault or GpuFault.NOT_FOUND
             previous = known.reading
             if fault is GpuFault.NOT_FOUND and previous is not None and previous.fault in (
                 GpuFault.LOST, GpuFault.RESET_REQUIRED,
@@ -527,15 +529,16 @@ class HealthMonitor:
         self._state = new
 
     def _node_conditions(
-        self, found: Inventory, any_known: bool, old: tuple[Condition, ...]
+        self, found: Inventory, explained: bool, old: tuple[Condition, ...]
     ) -> tuple[Condition, ...]:
-        """Why the node has no GPU to offer. With GPUs known from before, theirs say it instead, except
-        that the loss of our own device access is never a GPU's trouble."""
-        if found.gpus or found.fault is None:
+        """Why the node has no GPU to offer, or not its card. Where GPUs known from before are missing,
+        theirs say it instead (`explained`), except that the loss of our own device access is never a
+        GPU's trouble."""
+        if found.fault is None:
             return ()
         if found.fault is GpuFault.LOST_DEVICE_ACCESS:
             kind = "LostDeviceAccess"
-        elif any_known or found.fault is GpuFault.NOT_FOUND:
+        elif explained or found.fault is GpuFault.NOT_FOUND:
             return ()
         else:
             kind = _NODE_KINDS.get(found.fault, ConditionType.NOT_READY).value

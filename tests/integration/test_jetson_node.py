@@ -9,13 +9,14 @@ import pytest
 
 from edgeagent.config.schema import GpusConfig, NvmlConfig
 from edgeagent.gpus.detect import NodeGpus
-from edgeagent.gpus.model import GpuKind
+from edgeagent.gpus.model import GpuFault, GpuKind
 from edgeagent.hostroot import HostRoot
 from edgeagent.node.jetson_runtime import jetson_runtime
 from tests.fakes.jetson import BOARDS, JetsonTree
 from tests.fakes.jetson.tree import View
 from tests.fakes.nvml import FakeNvml
-from tests.fakes.nvml.driver import DRIVER_NOT_LOADED
+from tests.fakes.nvml.driver import DRIVER_NOT_LOADED, LIB_RM_VERSION_MISMATCH
+from tests.fakes.nvml.host import nvidia_host
 
 Start = Callable[..., tuple[JetsonTree, FakeNvml, NodeGpus]]
 
@@ -76,6 +77,29 @@ def test_a_jetson_with_a_card_has_two_gpus(start: Start, models: tuple[str, ...]
     given = jetson_runtime(HostRoot(tree.root), integrated, gpus_on_node=2)
     assert given.early_env["NVIDIA_VISIBLE_DEVICES"] == "0"
     assert "/dev/nvidia1" not in given.edits.device_nodes
+
+
+def test_a_card_whose_driver_differs_is_said_beside_the_integrated_gpu(start: Start) -> None:
+    tree, fake, node = start("agx-orin-dgpu", "orin", "rtx-a2000")
+    nvidia_host(tree.root, fake)
+    fake.set(fake.gpus[-1].uuid, minor=1)
+    integrated, card = node.inventory().gpus
+    fake.init_error(LIB_RM_VERSION_MISMATCH)
+    fake.all_calls(LIB_RM_VERSION_MISMATCH)
+    assert node.read(card.uuid).fault is GpuFault.DRIVER_MISMATCH
+    found = node.inventory()
+    assert (found.gpus[0].uuid, found.fault) == (integrated.uuid, GpuFault.DRIVER_MISMATCH)
+    assert found.problem is not None and found.problem.startswith("the card at ")
+    assert node.read(integrated.uuid).fault is None
+
+
+def test_thors_own_gpu_on_the_bus_is_no_card(start: Start) -> None:
+    tree, fake, node = start("thor-jp7")
+    for name, text in (("vendor", "0x10de\n"), ("class", "0x030000\n")):
+        tree.put(f"sys/bus/pci/devices/0000:01:00.0/{name}", text)
+    fake.init_error(DRIVER_NOT_LOADED)
+    found = node.inventory()
+    assert (len(found.gpus), found.problem, found.fault) == (1, None, None)
 
 
 @pytest.mark.parametrize("view", ["service", "container"])

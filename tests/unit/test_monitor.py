@@ -249,6 +249,34 @@ def test_a_node_that_starts_without_a_driver_says_so_and_recovers() -> None:
     assert list(state.gpus) == [UUIDS[0]]
 
 
+def test_a_card_whose_driver_differs_beside_a_jetsons_gpu_says_so() -> None:
+    bench = Bench()
+    bench.backend.inventory_fault = (GpuFault.DRIVER_MISMATCH, "library 550.107.02, module 550.90.07")
+    bench.backend.faults[UUIDS[1]] = GpuFault.DRIVER_MISMATCH
+    bench.backend.hides_not = {UUIDS[0]}
+    state = bench.poll(3)
+    assert state.sick == {UUIDS[1]}
+    assert (bench.conditions(UUIDS[0]), bench.conditions(UUIDS[1])) == ([], ["DriverMismatch"])
+    assert not state.conditions
+    bench.backend.inventory_fault = None
+    bench.backend.faults = {}
+    assert bench.poll(2).all_conditions() == ()
+
+
+def test_a_card_that_was_never_seen_is_missed_beside_a_jetsons_gpu() -> None:
+    """It is no GPU yet: the node says what keeps it away."""
+    backend = ScriptedBackend([make_gpu(0), make_gpu(1)])
+    backend.inventory_fault = (GpuFault.DRIVER_NOT_LOADED, "the card at 0000:66:00.0 cannot be used")
+    backend.hides_not = {UUIDS[0]}
+    monitor = HealthMonitor(backend, HealthConfig(), CATALOGUE)
+    state = monitor.poll_once()
+    assert (list(state.gpus), state.sick) == ([UUIDS[0]], set())
+    assert [c.type for c in state.conditions] == ["DriverNotLoaded"]
+    backend.inventory_fault = None
+    state = monitor.poll_once()
+    assert (list(state.gpus), state.conditions) == (list(UUIDS), ())
+
+
 def test_losing_our_own_device_access_asks_for_a_restart_once_and_blames_no_gpu() -> None:
     """Field case X3."""
     bench = Bench()

@@ -48,7 +48,7 @@ def make_reading(uuid: str, **changes: Any) -> GpuReading:
 
 class ScriptedBackend:
     """`values[uuid]`: changes to the idle reading; `faults[uuid]`: the GPU is sick; `missing`: not listed;
-    `inventory_fault`: the library as a whole fails. `reads` records which GPUs were read."""
+    `inventory_fault`: the library as a whole fails, and hides all GPUs but `hides_not`. `reads` records which GPUs were read."""
 
     name = "scripted"
 
@@ -58,6 +58,7 @@ class ScriptedBackend:
         self.faults: dict[str, GpuFault] = {}
         self.missing: set[str] = set()
         self.inventory_fault: tuple[GpuFault, str] | None = None
+        self.hides_not: set[str] = set()
         self.wait_error: GpuError | None = None
         self.reads: list[str] = []
         self.inventories = 0
@@ -68,7 +69,7 @@ class ScriptedBackend:
         self.inventories += 1
         if self.inventory_fault is not None:
             fault, why = self.inventory_fault
-            return Inventory((), (why,), why, fault)
+            return Inventory(tuple(g for g in self.gpus if g.uuid in self.hides_not), (why,), why, fault)
         found = tuple(g for g in self.gpus if g.uuid not in self.missing)
         return Inventory(found) if found else Inventory((), (), "no GPU is listed", GpuFault.NOT_FOUND)
 
