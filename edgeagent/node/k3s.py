@@ -70,16 +70,15 @@ def find_k3s(host: HostRoot, ask_version: bool = True) -> K3sFacts | None:
 
 
 def containerd_major(config_text: str | None, k3s_version: str | None) -> int | None:
-    """containerd's major version from its rendered configuration, else from the K3s version (2.0 since
-    v1.31.6 and v1.32.2)."""
-    if config_text:
-        m = _CONFIG_VERSION.search(config_text)
-        if m:
-            return 2 if int(m.group(1)) >= 3 else 1
+    """containerd's major version: from the K3s version (2.0 since v1.31.6 and v1.32.2), else from its
+    rendered configuration. Version 2 of that can also be containerd 2's, from an operator's old template."""
+    rendered = _CONFIG_VERSION.search(config_text or "")
+    if rendered is not None and int(rendered.group(1)) >= 3:
+        return 2
     parsed = parse_version(k3s_version or "")
-    if parsed is None:
-        return None
-    return 2 if parsed >= (1, 32, 2) or (1, 31, 6) <= parsed < (1, 32, 0) else 1
+    if parsed is not None:
+        return 2 if parsed >= (1, 32, 2) or (1, 31, 6) <= parsed < (1, 32, 0) else 1
+    return 1 if rendered is not None else None
 
 
 def parse_version(text: str) -> tuple[int, int, int] | None:

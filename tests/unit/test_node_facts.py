@@ -193,7 +193,9 @@ def test_no_k3s(tmp_path: Path) -> None:
     ("config", "version", "expected"),
     [
         ("version = 3\n", None, 2),
-        ("# File generated\nversion = 2\n", "v1.33.0", 1),
+        ("# File generated\nversion = 2\n", None, 1),
+        ("# from an operator's old template\nversion = 2\n", "v1.33.0", 2),
+        ("version = 2\n", "v1.30.4+k3s1", 1),
         (None, "v1.31.6+k3s1", 2),
         (None, "v1.31.5+k3s1", 1),
         (None, "v1.32.1+k3s1", 1),
