@@ -34,7 +34,8 @@ QUICK: dict[str, Any] = {
 class WholeNode:
     """Enter it to start everything: with `cards`, those GPUs on the fake NVML; without, the caller has
     made `root` (a Jetson, say). `broker`: mosquitto behind a proxy that can fail, with an observer at
-    the broker itself. `api`: an API server, with credentials the agent finds."""
+    the broker itself. `api`: an API server behind another one, with credentials the agent finds. `env`:
+    more of the agent's environment."""
 
     def __init__(
         self,
@@ -46,6 +47,7 @@ class WholeNode:
         schedule: bool = True,
         kubelet: Mapping[str, Any] | None = None,
         broker_config: str = "",
+        env: Mapping[str, str] | None = None,
     ) -> None:
         self.directory = directory
         self.root = directory / "r"
@@ -58,6 +60,7 @@ class WholeNode:
         self._with_broker, self._with_api, self._schedule = broker, api, schedule
         self._kubelet_options = {"timing": FAST, **(kubelet or {})}
         self._broker_config = broker_config
+        self._env = dict(env or {})
         self._open = ExitStack()
 
     def __enter__(self) -> WholeNode:
@@ -77,11 +80,15 @@ class WholeNode:
                 self.api = stack.enter_context(StandInApiServer(self.kubelet))
                 kubeconfig = "etc/kubeconfig"
                 self.api.write_kubeconfig(self.root / kubeconfig)
+                self.api_proxy = stack.enter_context(FlakyProxy(int(self.api.url.rpartition(":")[2])))
+                written = (self.root / kubeconfig).read_text()
+                through = self.api_proxy.url.replace("mqtt:", "http:")
+                (self.root / kubeconfig).write_text(written.replace(self.api.url, through))
                 api = {"enabled": True, "kubeconfig": f"/{kubeconfig}", "nodeName": "edge-1"}
                 self.config = merged(self.config, {"kubernetes": api})
             if self._schedule:
                 stack.enter_context(Scheduler(self.kubelet.cluster))
-            env = self.nvml.env()
+            env = {**self.nvml.env(), **self._env}
             self.agent = AgentProcess(self.root, self.directory / "a", self.config, env=env)
             stack.callback(self.nvml.release)
             stack.enter_context(self.agent)
