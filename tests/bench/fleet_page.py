@@ -1,7 +1,7 @@
 """What the fleet page costs, with the page server as its own process, a real mosquitto and a real browser:
 JSON.
 
-    python -m tests.bench.fleet_page
+    python -m tests.bench.fleet_page [--quick]
 
 1,000 nodes with a sample every 10 s: RSS and CPU of the page server with one browser open, time to filter
 in the browser. 10,000 nodes with one every 60 s: time of the retained load, messages lost between broker and
@@ -40,6 +40,21 @@ MEASURE_S = 30.0
 QUEUE = "max_queued_messages 50000"  # as configs/mosquitto/ has it
 DEFAULT_QUEUE = "max_queued_messages 1000"
 QUERIES = ("b", "bo", "box-004", "plant-7", "orin", "vision label", "rtx 4000", "nothing like it", "")
+
+
+# (what, path in the figures, target, unit)
+ROWS = [
+    ("fleet page, 1,000 nodes: RSS", ("fleet_page", "small", "rss_mib"), 200, "MiB"),
+    ("fleet page, 1,000 nodes at 100 samples/s: CPU", ("fleet_page", "small", "cpu_pct"), 30, "% of a core"),
+    ("fleet page, 1,000 nodes: filter, median", ("fleet_page", "small", "filter_ms", "median"), 100, "ms"),
+    ("fleet page, 1,000 nodes: filter to frame, median", ("fleet_page", "small", "filter_to_frame_ms", "median"), None, "ms"),
+    ("fleet page, 10,000 nodes: retained load", ("fleet_page", "large", "load_ms"), 10_000, "ms"),
+    ("fleet page, 10,000 nodes: samples lost", ("fleet_page", "large", "samples_lost"), 0, ""),
+    ("fleet page, 10,000 nodes: RSS", ("fleet_page", "large", "rss_mib"), 200, "MiB"),
+    ("fleet page, 10,000 nodes: CPU", ("fleet_page", "large", "cpu_pct"), None, "% of a core"),
+    ("fleet page, 10,000 nodes: filter, median", ("fleet_page", "large", "filter_ms", "median"), 100, "ms"),
+    ("fleet page: truncation told after", ("fleet_page", "large", "default_queue", "told_after_s"), None, "s"),
+]  # fmt: skip
 
 
 class Page:
@@ -159,7 +174,7 @@ def browse(page: Page, out: dict[str, Any], nodes: int, then: threading.Event) -
         browser.close()
 
 
-def small(directory: Path) -> dict[str, Any]:
+def small(directory: Path, measure_s: float) -> dict[str, Any]:
     out: dict[str, Any] = {"nodes": SMALL, "samples_a_second": SMALL / 10}
     stop, seen = threading.Event(), threading.Event()
     with (
@@ -174,7 +189,7 @@ def small(directory: Path) -> dict[str, Any]:
         view.start()
         time.sleep(8)  # the browser comes up and has filtered
         with page.measured(out):
-            time.sleep(MEASURE_S)
+            time.sleep(measure_s)
         seen.set()
         view.join()
         stop.set()
@@ -182,7 +197,7 @@ def small(directory: Path) -> dict[str, Any]:
     return out
 
 
-def large(directory: Path) -> dict[str, Any]:
+def large(directory: Path, measure_s: float) -> dict[str, Any]:
     rate = LARGE / 60
     out: dict[str, Any] = {"nodes": LARGE, "samples_a_second": round(rate, 1)}
     stop, seen = threading.Event(), threading.Event()
@@ -197,7 +212,7 @@ def large(directory: Path) -> dict[str, Any]:
             view.start()
             before = page.figures()["counts"]["samples"]
             with page.measured(out):
-                playing.play(stop, MEASURE_S, changes=False)
+                playing.play(stop, measure_s, changes=False)
             sent = playing.figures.samples
             try:
                 page.wait(lambda f: f["counts"]["samples"] - before >= sent, 10)
@@ -224,12 +239,12 @@ def large(directory: Path) -> dict[str, Any]:
     return out
 
 
-def main() -> dict[str, Any]:
+def main(measure_s: float = MEASURE_S) -> dict[str, Any]:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as work:
-        out = {"small": small(Path(work) / "a"), "large": large(Path(work) / "b")}
-    return {**out, "cpus": os.cpu_count(), "seconds": round(time.monotonic() - began)}
+        out = {"small": small(Path(work) / "a", measure_s), "large": large(Path(work) / "b", measure_s)}
+    return {"fleet_page": {**out, "cpus": os.cpu_count(), "seconds": round(time.monotonic() - began)}}
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(), indent=1))
+    print(json.dumps(main(10.0 if "--quick" in sys.argv else MEASURE_S), indent=1))
