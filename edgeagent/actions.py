@@ -56,7 +56,7 @@ class AgentActions:
         """Cordons the GPU and has the API server end its pods after `grace_s`."""
         uuid = self._agent.gpu_uuid(uuid)
         snapshot = self._agent.snapshot()
-        pods = {c.pod_uid: f"{c.namespace}/{c.pod}" for c in snapshot.containers if c.gpu_uuid == uuid}
+        pods = {c.pod_uid: c.pod_label for c in snapshot.containers if c.gpu_uuid == uuid}
         if not dry_run:
             self._agent.cordon(uuid, True)
             timer = threading.Timer(grace_s, self._evict_all, (tuple(pods), uuid))

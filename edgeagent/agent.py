@@ -319,6 +319,9 @@ class Agent:
         if wanted != "auto":
             return wanted
         support = cdi_support(self._host, k3s)
+        if support.enabled is False and k3s is not None:
+            # An old template makes containerd 2 look like 1: the version, asked for once, tells.
+            support = cdi_support(self._host, find_k3s(self._host))
         binding = "early" if support.enabled is False else "late"
         log.info("binding chosen binding=%s reason=%s", binding, support.reason)
         return binding
@@ -348,9 +351,15 @@ class Agent:
         return server.MetricsServer(
             self.config.metrics.listen,
             lambda: server.render(self.snapshot(), self.config.metrics.dcgm, self.config.metrics.hami),
-            healthy=lambda: (self._core_answers(), "the kubelet path answers"),
+            healthy=self._alive,
             ready=lambda: (self.kubelet.connected, "the kubelet listens to every resource"),
         )
+
+    def _alive(self) -> tuple[bool, str]:
+        """For the liveness probe: the kubelet path answers and GPUs are still being read."""
+        self._core_answers()
+        late = self.health.late(self.config.gpus.call_timeout_seconds)
+        return late is None, late or "the kubelet path answers, GPUs are read"
 
     # --- what the parts tell each other -------------------------------------------------------------
 
@@ -465,13 +474,14 @@ class Agent:
         return [b.share for b in self.kubelet.bound()]
 
     def _pods_on(self, uuid: str) -> tuple[str, ...]:
-        return tuple(sorted({f"{p.namespace}/{p.name}" for p in self._pods_with_uid_on(uuid)}))
+        return tuple(sorted({c.pod_label for c in self.kubelet.containers() if c.gpu_uuid == uuid}))
 
     def _pods_with_uid_on(self, uuid: str) -> tuple[PodRef, ...]:
+        """Those whose name is known: the API server takes no other."""
         found = {
-            c.pod_uid: PodRef(c.namespace or "unknown", c.pod or c.pod_uid, c.pod_uid)
+            c.pod_uid: PodRef(c.namespace, c.pod, c.pod_uid)
             for c in self.kubelet.containers()
-            if c.gpu_uuid == uuid
+            if c.gpu_uuid == uuid and c.namespace and c.pod
         }
         return tuple(found.values())
 

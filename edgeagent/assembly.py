@@ -159,7 +159,7 @@ def _reasons(
     found += kubelet.problems
     found += isolation_problems
     over = [c for c in containers if c.over_limit]
-    found += [f"{c.namespace}/{c.pod} container {c.container} is over its memory limit" for c in over]
+    found += [f"{c.pod_label} container {c.container} is over its memory limit" for c in over]
     return tuple(dict.fromkeys(found))
 
 

@@ -41,7 +41,7 @@ class Condition:
     gpu_uuid: str | None = None
     makes_unhealthy: bool = False  # shares of the GPU are withdrawn while it holds
     facts: Mapping[str, str | int | float] = field(default_factory=dict)
-    pods_hurt: tuple[str, ...] = ()  # "namespace/pod"
+    pods_hurt: tuple[str, ...] = ()  # as ContainerShare.pod_label
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,11 @@ class ContainerShare:
     running: bool | None = None
     over_limit: bool = False
     leftover_mib: int = 0  # ID ranges kept by the kubelet for the pod beyond this container's limit
+
+    @property
+    def pod_label(self) -> str:
+        """'namespace/pod', or 'pod UID' as long as the name is not known."""
+        return f"{self.namespace}/{self.pod}" if self.namespace and self.pod else f"pod {self.pod_uid}"
 
 
 @dataclass(frozen=True, slots=True)

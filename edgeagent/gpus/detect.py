@@ -200,7 +200,7 @@ class NodeGpus:
         cards = [c for c in nvidia_host.pci_gpus(self._host) if c != _THOR_INTEGRATED_PCI]
         if nvml is None or nvml.fault in (None, GpuFault.NOT_FOUND) or not cards:
             return None, None
-        return f"the card at {cards[0]} cannot be used: {nvml.problem}", nvml.fault
+        return nvml.problem, nvml.fault
 
     def _why_none(self, nvml: Inventory | None, tegra: Inventory | None) -> tuple[str, GpuFault]:
         """The one reason that helps most."""

@@ -49,6 +49,7 @@ EVENT_WAIT_S = 30.0
 BURST_S = 5.0
 BURST_MAX_S = 60.0
 REINVENTORY_S = 600.0
+LATE_S = 30.0
 _MAX_EVENT_BACKOFF_S = 30.0
 
 # A GPU in one of these is looked for again at every poll; its handle is not used meanwhile.
@@ -147,7 +148,7 @@ class Surroundings:
     """What health asks of the rest of the agent. All must answer at once and from memory, except
     `usage` and `gpu_places`, which only the poll calls.
 
-    `pods_on(uuid)`: "namespace/pod" of who holds a share of the GPU. `books(uuid)`: what is promised.
+    `pods_on(uuid)`: names of the pods that hold a share of the GPU. `books(uuid)`: what is promised.
     `usage(gpu, reading)`: who uses it. `gpu_places()`: anything that differs when a GPU was plugged in
     or out (the names in /proc/driver/nvidia/gpus).
     `mps_problem(uuid)`: why the MPS daemon that its containers depend on is of no use, if so.
@@ -195,6 +196,7 @@ class HealthMonitor:
         self._bursts: dict[tuple[str | None, GpuEventKind, int | None], _Burst] = {}
         self._inventory_at_s: float | None = None
         self._places: object = None
+        self._polled_s = mono()
         self._doubted: set[str] = set()
         self._rescan = False
         self._restart_asked = False
@@ -211,6 +213,15 @@ class HealthMonitor:
     def state(self) -> HealthState:
         """The latest state; frozen, read without a lock."""
         return self._state
+
+    def late(self, call_timeout_s: float) -> str | None:
+        """A sentence when the polls have stopped. A driver call takes `call_timeout_s` at most, so even
+        a driver that hangs everywhere does not make them this late."""
+        calls = len(self._state.gpus) + 2  # one each, and looks for others
+        age_s = self._mono() - self._polled_s
+        if age_s <= 2 * self._poll_s + calls * call_timeout_s + LATE_S:
+            return None
+        return f"GPUs were last read {age_s:.0f} s ago instead of every {self._poll_s:g} s"
 
     def configure(self, config: HealthConfig, catalogue: XidCatalogue, poll_seconds: float) -> None:
         """Takes a new configuration; conditions that are there keep their since-times."""
@@ -400,6 +411,7 @@ class HealthMonitor:
         self._tell()
         for listener in self._poll_listeners:
             listener()
+        self._polled_s = self._mono()
         return self._state
 
     def _inventory_due(self) -> bool:

@@ -10,6 +10,7 @@ import json
 import os
 import random
 import re
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,7 +23,7 @@ from tests.fakes.jetson import BOARDS, JetsonTree
 from tests.fakes.kubelet import FAST, ContainerSpec, Pod
 from tests.fakes.kubelet.hosttree import STYLES
 from tests.fakes.nvml import driver, host
-from tests.fakes.whole import CORES, IMAGE_ENV, MEMORY, WholeNode, container, process_size
+from tests.fakes.whole import CORES, IMAGE_ENV, MEMORY, WholeNode, closed_port, container, process_size
 
 Start = Callable[..., WholeNode]
 
@@ -590,7 +591,9 @@ def test_x1_a_card_that_goes_and_comes_back_has_its_identity_and_its_pod(start: 
 
 
 def test_x2_a_call_that_never_returns_hurts_its_gpu_alone(start: Start) -> None:
-    node = start("l4", "l4", broker=True).ready()
+    port = closed_port()
+    metrics = {"metrics": {"enabled": True, "listen": f"127.0.0.1:{port}"}}
+    node = start("l4", "l4", broker=True, config=metrics).ready()
     good, stuck = node.gpus
     for symbol in ("nvmlDeviceGetUtilizationRates", "nvmlDeviceGetTemperature", "nvmlDeviceGetTemperatureV"):
         node.nvml.hang(symbol, stuck)
@@ -598,6 +601,8 @@ def test_x2_a_call_that_never_returns_hurts_its_gpu_alone(start: Start) -> None:
     node.observer.wait_payload(f"alert/driverunresponsive-{stuck.lower()}")
     assert node.gpu_of(node.share("a", 1000)) == good
     assert node.agent.snapshot()["uplink"]["connected"]
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=5) as answer:
+        assert answer.read() == b"the kubelet path answers, GPUs are read\n"
     node.nvml.release()
     node.wait_cleared("DriverUnresponsive")
 

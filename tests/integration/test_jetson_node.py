@@ -89,7 +89,7 @@ def test_a_card_whose_driver_differs_is_said_beside_the_integrated_gpu(start: St
     assert node.read(card.uuid).fault is GpuFault.DRIVER_MISMATCH
     found = node.inventory()
     assert (found.gpus[0].uuid, found.fault) == (integrated.uuid, GpuFault.DRIVER_MISMATCH)
-    assert found.problem is not None and found.problem.startswith("the card at ")
+    assert "550" in str(found.problem)
     assert node.read(integrated.uuid).fault is None
 
 

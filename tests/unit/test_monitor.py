@@ -14,6 +14,7 @@ from edgeagent.gpus.model import GpuEvent, GpuEventKind, GpuFault, GpuKind, GpuR
 from edgeagent.health.conditions import Books, ConditionType
 from edgeagent.health.monitor import (
     BURST_MAX_S,
+    LATE_S,
     HealthChange,
     HealthMonitor,
     HealthState,
@@ -191,6 +192,17 @@ def test_a_lost_gpu_is_seen_in_one_poll_and_comes_back_within_two() -> None:
     assert bench.poll(1).sick == set()
 
 
+def test_polls_that_stop_are_said_to_be_late_and_driver_calls_that_hang_are_not() -> None:
+    bench = Bench(gpus=2)
+    bench.now += 2 * POLL_S + 4 * 10.0 + LATE_S
+    assert bench.monitor.late(call_timeout_s=10.0) is None
+    bench.now += 1
+    bench.xid(13)
+    assert bench.monitor.late(call_timeout_s=10.0) == "GPUs were last read 81 s ago instead of every 5 s"
+    bench.poll()
+    assert bench.monitor.late(call_timeout_s=10.0) is None
+
+
 def test_a_gpu_that_is_not_listed_is_not_read_and_keeps_its_identity() -> None:
     """Field case X1: 1 -> 0 -> 1."""
     bench = Bench(gpus=1)
@@ -266,7 +278,7 @@ def test_a_card_whose_driver_differs_beside_a_jetsons_gpu_says_so() -> None:
 def test_a_card_that_was_never_seen_is_missed_beside_a_jetsons_gpu() -> None:
     """It is no GPU yet: the node says what keeps it away."""
     backend = ScriptedBackend([make_gpu(0), make_gpu(1)])
-    backend.inventory_fault = (GpuFault.DRIVER_NOT_LOADED, "the card at 0000:66:00.0 cannot be used")
+    backend.inventory_fault = (GpuFault.DRIVER_NOT_LOADED, "the nvidia kernel module is not loaded")
     backend.hides_not = {UUIDS[0]}
     monitor = HealthMonitor(backend, HealthConfig(), CATALOGUE)
     state = monitor.poll_once()

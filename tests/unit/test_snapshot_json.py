@@ -37,6 +37,12 @@ def test_a_snapshot_survives_a_strict_parser_and_says_what_it_holds() -> None:
     assert plain["containers"][0]["usedMiB"] == 1235.4
 
 
+def test_a_pod_without_a_known_name_is_called_by_its_uid() -> None:
+    known = snapshots.container(1)
+    assert known.pod_label == "vision/inference-7c9d8f-00001"
+    assert snapshots.container(1, namespace=None, pod=None).pod_label == f"pod {known.pod_uid}"
+
+
 def test_what_is_not_known_is_absent() -> None:
     reading = snapshots.reading(power_w=math.nan, temperature_c=math.inf, clock_sm_mhz=None)
     plain = to_json(snapshots.snapshot(gpus=(snapshots.gpu_state(reading=reading, host_use=None),)))
