@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from paho.mqtt.enums import CallbackAPIVersion, MQTTErrorCode, MQTTProtocolVersion
 from paho.mqtt.packettypes import PacketTypes
@@ -30,6 +30,7 @@ def read(
     return client._handle_publish(), seen
 
 
+@settings(max_examples=50, deadline=None)
 @given(
     topic=st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=40),
     payload=st.binary(max_size=60),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgeagent.dashboard.series import FIELDS, MAX_POINTS, MIN_GAP_S, SPAN_S, Hour
@@ -39,6 +39,7 @@ def test_six_hours_of_samples_every_second_stay_small() -> None:
     assert len(hour.since(0, T0 + 6 * 3600)["t"]) == SPAN_S // MIN_GAP_S
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(-4000, 4000), max_size=120))
 def test_points_in_any_order_are_kept_in_order(offsets: list[int]) -> None:
     hour = Hour()
