@@ -294,7 +294,10 @@ class FleetLink:
                 sock.close()
             client.user_data_set(None)
         reason = conn.ended or "closed"
-        return conn.stands, f"{reason} ({conn.trouble})" if conn.trouble and not conn.stands else reason
+        if conn.trouble and not conn.stands:
+            # What paho logged says more than its "Unspecified error".
+            reason = conn.trouble if reason == "Unspecified error" else f"{reason} ({conn.trouble})"
+        return conn.stands, reason
 
     def _serve(self, conn: _Connection) -> None:
         client = conn.client
