@@ -1,5 +1,5 @@
 # Each target makes .venv first where it is missing; nothing has to be installed by hand.
-.PHONY: help venv demo test lint bench format protos bundle clean
+.PHONY: help venv demo test lint bench soak fault-matrix fuzz format protos bundle clean
 .DEFAULT_GOAL := help
 
 VENV := .venv/bin
@@ -31,6 +31,15 @@ lint: .venv/installed-for ## formatting, lint, types, import rules, shell script
 
 bench: venv ## measure: memory, CPU, latencies; prints a table against the targets
 	$(VENV)/python -m tests.bench $(ARGS)
+
+soak: venv ## the whole agent under churn for 10 min (ARGS="--minutes 60 --seed 2"); table and plot in bench-results/
+	$(VENV)/python -m tests.soak $(ARGS)
+
+fault-matrix: venv ## every external party times every way to fail, as a table
+	$(VENV)/python -m tests.e2e.test_fault_matrix
+
+fuzz: venv ## coverage-guided fuzzing of the parsers, a minute each (ARGS="--seconds 600")
+	$(VENV)/python -m tests.fuzz $(ARGS)
 
 format: .venv/installed-for ## format and fix
 	$(VENV)/ruff check --fix .

@@ -39,7 +39,7 @@ class BookingFile:
         self._path = state_dir / "bookings.json"
         text = host.read_text("/proc/sys/kernel/random/boot_id", 128)
         self._boot_id = (text or "").strip()
-        self._failing = False
+        self.problem: str | None = None  # why they cannot be saved now
 
     def load(self) -> list[SavedBooking]:
         try:
@@ -73,14 +73,17 @@ class BookingFile:
             os.replace(temporary, self._path)
         except OSError as e:
             log.log(
-                logging.DEBUG if self._failing else logging.WARNING,
+                logging.DEBUG if self.problem else logging.WARNING,
                 "cannot save bookings file=%s error=%s", self._path, e.strerror or e,
             )  # fmt: skip
-            self._failing = True
+            self.problem = (
+                f"cannot write to the state directory {self._path.parent}: {e.strerror or e}; running "
+                "containers keep their shares, a restart of the agent must find them in the kubelet's files"
+            )
             return
-        if self._failing:
+        if self.problem is not None:
             log.info("bookings are saved again file=%s", self._path)
-        self._failing = False
+        self.problem = None
 
 
 def _dump(booking: SavedBooking) -> dict[str, Any]:

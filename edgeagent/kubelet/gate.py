@@ -953,6 +953,11 @@ class Gate:
         with self._lock:
             return look(self._ledger, self._line, self._clock())
 
+    @property
+    def problem(self) -> str | None:
+        """What keeps the books from being kept over a restart."""
+        return self._bookings.problem
+
     def counters(self) -> dict[str, int]:
         with self._lock:
             return dict(self._counts)

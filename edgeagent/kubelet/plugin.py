@@ -447,8 +447,8 @@ class KubeletSide:
         with self._lock:
             plan = self._plan or Plan()
             offers = self._offers
-        unit = [self.unit_problem] if self.unit_problem is not None else []
-        found = [*plan.problems.values(), *offers.problems, *unit, *plan.notes, *self.access_problems()]
+        own = [p for p in (self.unit_problem, self.gate.problem) if p is not None]
+        found = [*plan.problems.values(), *offers.problems, *own, *plan.notes, *self.access_problems()]
         return tuple(dict.fromkeys(found))
 
     def offers(self) -> tuple[GpuOffer, ...]:

@@ -15,7 +15,7 @@ CACHE = Path(__file__).parents[3] / ".cache" / "fake-nvml"
 NAME = "libnvidia-ml.so.1"
 
 
-def _compiler() -> list[str]:
+def compiler() -> list[str]:
     for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
         if name and shutil.which(name):
             return [name]
@@ -49,7 +49,7 @@ def library(old_driver: bool = False) -> Path:
     work = CACHE / f"{key}.{os.getpid()}"
     work.mkdir(parents=True, exist_ok=True)
     (work / "stubs.h").write_text(stubs)
-    command = _compiler()
+    command = compiler()
     command += ["-std=gnu11", "-O1", "-Wall", "-Wextra", "-Wno-format-truncation", "-fPIC", "-shared"]
     command += ["-fvisibility=hidden", *flags, f"-I{work}", str(SOURCE), "-o", str(work / NAME)]
     subprocess.run([*command, "-lpthread", "-ldl"], check=True)
