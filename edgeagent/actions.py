@@ -28,6 +28,7 @@ class AgentActions:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
+        self._restarting = False
 
     def snapshot(self) -> Mapping[str, Any]:
         return to_json(self._agent.snapshot())
@@ -65,6 +66,10 @@ class AgentActions:
         return {"gpu": uuid, "cordoned": True, "pods": sorted(pods.values()), "graceSeconds": grace_s}
 
     def _evict_all(self, pod_uids: tuple[str, ...], uuid: str) -> None:
+        gpus = self._agent.snapshot().gpus
+        if not any(g.gpu.uuid == uuid and g.cordoned for g in gpus):
+            log.info("drain given up, the GPU was uncordoned meanwhile gpu=%s", uuid)
+            return
         for pod_uid in pod_uids:
             self._agent.notices.evict(pod_uid, "GpuDrained", f"GPU {uuid} is being drained by an operator")
 
@@ -88,7 +93,8 @@ class AgentActions:
         return {"configHash": config_hash(wanted)}
 
     def ready(self) -> bool:
-        return self._agent.kubelet.connected
+        # Until the restart that new settings wait for, the old ones are ready: that proves nothing.
+        return self._agent.kubelet.connected and not self._restarting
 
     def restart_agent(self, dry_run: bool) -> Mapping[str, Any]:
         if not dry_run:
@@ -96,6 +102,7 @@ class AgentActions:
         return {"restarting": not dry_run}
 
     def _restart_soon(self, reason: str) -> None:
+        self._restarting = True
         timer = threading.Timer(ANSWER_S, self._agent.restart, (reason,))
         timer.name, timer.daemon = "restart-soon", True
         timer.start()
