@@ -6,6 +6,8 @@ VENV := .venv/bin
 export PATH := $(CURDIR)/.cache/bin:$(PATH):/usr/sbin
 # How `make demo` and `make bench` are called; for example: make demo ARGS="--for 20s"
 ARGS ?=
+# Tests mostly wait for each other's messages: more workers than cores is fine.
+JOBS ?= 3
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,7 +22,8 @@ demo: .venv/installed-for ## two simulated GPUs shared by three pods, live in th
 	@$(VENV)/edgeagent demo $(ARGS)
 
 test: venv ## all tests
-	$(VENV)/pytest $(ARGS)
+	$(VENV)/pytest -n $(JOBS) --dist loadfile -m "not alone" $(ARGS) || [ $$? -eq 5 ]
+	$(VENV)/pytest -m alone $(ARGS) || [ $$? -eq 5 ] # 5: none of the chosen tests
 
 lint: .venv/installed-for ## formatting, lint, types, import rules, shell scripts
 	$(VENV)/ruff format --check .

@@ -161,11 +161,9 @@ def test_container_without_proof(node: Node, doctor: Doctor) -> None:
     node.kubelet.wait_for(lambda: pod.gone)
 
 
-def test_kubelet_stopped(
-    tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_kubelet_stopped(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each part that is down is named with what to start."""
-    with Node(tmp_path_factory.mktemp("d")) as n:
+    with Node(short_dir) as n:
         path = str(n.agent.config_path)
         n.kubelet.stop()
         n.broker.stop()

@@ -8,7 +8,7 @@ import pytest
 
 from tests.fakes.cuda import Box, compiler, finish, go_on, read_until, tools
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C compiler")
+pytestmark = [pytest.mark.alone, pytest.mark.skipif(compiler() is None, reason="needs a C compiler")]
 
 POINTS = 3.0  # how far the reached percentage may be from the asked one
 TRIES = 3  # a machine with other work may not get to launch in time: never more, perhaps less
