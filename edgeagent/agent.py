@@ -369,6 +369,7 @@ class Agent:
             # What failed while the GPU was sick may work now.
             self._unprobed |= change.recovered
             self._look_now.set()
+        self.notices.conditions(change)
         self.notices.changed()
 
     def offer(self) -> None:

@@ -12,17 +12,21 @@ from typing import TYPE_CHECKING
 
 from edgeagent.cluster import ClusterLink
 from edgeagent.gpus.model import Gpu
-from edgeagent.health.monitor import SeenEvent
+from edgeagent.health.conditions import ConditionType
+from edgeagent.health.monitor import HealthChange, SeenEvent
 from edgeagent.isolation.backend import ShareToEnforce
 from edgeagent.isolation.levels import Axis, AxisLevel
 from edgeagent.isolation.watchdog import OverLimit
 from edgeagent.kubelet.gate import AllocEvent
 from edgeagent.node.apiserver import PodRef
+from edgeagent.snapshot import Condition
 
 if TYPE_CHECKING:  # imported where an uplink is wanted
     from edgeagent.fleet.publisher import Uplink
 
 log = logging.getLogger(__name__)
+
+_HEAT_AND_POWER = (ConditionType.THERMAL_SLOWDOWN, ConditionType.OVER_TEMPERATURE, ConditionType.POWER_BRAKE)
 
 PodName = Callable[[str], tuple[str, str] | None]
 
@@ -52,6 +56,20 @@ class Notices:
         """The snapshot may be another one now."""
         if self.uplink is not None:
             self.uplink.changed()
+
+    def conditions(self, change: HealthChange) -> None:
+        """Alerts say what is true now; these say what was, also while the link was down."""
+        for c in change.raised:
+            self._condition(c, "condition_raised", c.severity)
+        for c in change.cleared:
+            self._condition(c, "condition_cleared", "info")
+
+    def _condition(self, c: Condition, type_: str, severity: str) -> None:
+        if self.uplink is not None:
+            self.uplink.event(
+                "thermal" if c.type in _HEAT_AND_POWER else "agent", type_, c.message, severity=severity,
+                gpu_uuid=c.gpu_uuid, facts={**c.facts, "condition": c.type, "since": c.since_ms},
+            )  # fmt: skip
 
     def gpu_event(self, seen: SeenEvent) -> None:
         event = seen.event

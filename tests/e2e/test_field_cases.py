@@ -541,6 +541,10 @@ def test_m3_an_outage_loses_no_event_and_status_is_the_newest(start: Start) -> N
     assert slow == []
     node.nvml.xid(node.gpus[0], 79)
     node.wait_condition("XidFatal")
+    node.nvml.lose(node.gpus[0])
+    node.wait_condition("Lost")
+    node.nvml.recover(node.gpus[0])
+    node.wait_cleared("Lost")
     node.proxy.refuse(False)
     node.observer.wait(
         lambda seen: len([s for s in seen if s.topic.endswith("/evt/alloc") and b'"bound"' in s.data]) >= 5,
@@ -550,6 +554,11 @@ def test_m3_an_outage_loses_no_event_and_status_is_the_newest(start: Start) -> N
     assert sorted(e["pod"] for e in bound) == names
     assert len({e["id"] for e in bound}) == len(bound)
     node.observer.wait_payload("/evt/xid", lambda e: e["facts"]["xid"] == 79)
+    node.observer.wait_payload(
+        "/evt/agent", lambda e: (e["type"], e["facts"].get("condition")) == ("condition_cleared", "Lost")
+    )
+    lost = [e["type"] for e in node.events("agent") if e["facts"].get("condition") == "Lost"]
+    assert lost == ["condition_raised", "condition_cleared"], "no alert is left of it"
 
 
 # -- I: who is who ----------------------------------------------------------------------------------------
