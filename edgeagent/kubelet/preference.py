@@ -59,7 +59,9 @@ def _wish(entries: bytes, letter: str, free: int, must: int, size: int) -> int:
         return wish
     # The kubelet's idea of what is free differs from ours: its own is the truth.
     header = bytes((_FIELD_1, ID_BYTES)) + letter.encode()
-    available = read_ids(letter, [letter + digits.decode() for digits in entries.split(header)[1:]])
+    available = read_ids(
+        letter, [letter + digits.decode(errors="replace") for digits in entries.split(header)[1:]]
+    )
     return _choose(available, free, must, size)
 
 

@@ -144,7 +144,7 @@ def markdown(report: Report) -> str:
     if f["rejections_excused"]:
         lines += [
             "",
-            "Pods that the kubelet rejected within a second of a fault, when its sums were those of before:",
+            "Pods that the kubelet rejected because its list had changed since the scheduler bound them:",
         ]
         lines += [f"- {n} × {text}" for text, n in f["rejections_excused"].items()]
     for name, why in report.broken.items():
