@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +46,12 @@ from edgeagent.kubelet.gate import AllocEvent
 from edgeagent.kubelet.plugin import KubeletSide, SideHooks
 from edgeagent.mechanisms import isolation_backends
 from edgeagent.node.apiserver import PodRef
-from edgeagent.node.cgroups import PodCgroups
+from edgeagent.node.cgroups import PodCgroups, parse_path
 from edgeagent.node.clock import SystemClock
 from edgeagent.node.container_runtime import cdi_support
 from edgeagent.node.host import Host
 from edgeagent.node.k3s import K3sFacts, find_k3s
-from edgeagent.node.kmsg import KernelLog
+from edgeagent.node.kmsg import KernelLog, OomKill
 from edgeagent.node.podlogs import PodLogs
 from edgeagent.node.processes import Processes
 from edgeagent.node.unified_memory import kubelet_memory
@@ -292,7 +293,7 @@ class Agent:
         self.health.on_poll(self.offer)
         self.health.on_event(self.notices.gpu_event)
         self._kernel_log = (
-            KernelLog(host, self._state_dir, self.health.gpu_at, self.health.handle_event)
+            KernelLog(host, self._state_dir, self.health.gpu_at, self.health.handle_event, self._oom_kill)
             if config.health.kernel_log
             else None
         )
@@ -473,6 +474,14 @@ class Agent:
 
     def _shares(self) -> list[ShareToEnforce]:
         return [b.share for b in self.kubelet.bound()]
+
+    def _oom_kill(self, killed: OomKill) -> None:
+        """On unified memory a pod that takes more GPU memory than there is RAM ends like this."""
+        owner = parse_path(killed.cgroup)
+        shares = [c for c in self.kubelet.containers() if c.pod_uid == owner.pod_uid]
+        if shares:
+            # Of several containers the kernel's line names none.
+            self.notices.oom_kill(shares[0] if len(shares) == 1 else replace(shares[0], container=""), killed)
 
     def _pods_on(self, uuid: str) -> tuple[str, ...]:
         return tuple(sorted({c.pod_label for c in self.kubelet.containers() if c.gpu_uuid == uuid}))

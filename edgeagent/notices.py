@@ -19,7 +19,8 @@ from edgeagent.isolation.levels import Axis, AxisLevel
 from edgeagent.isolation.watchdog import OverLimit
 from edgeagent.kubelet.gate import AllocEvent
 from edgeagent.node.apiserver import PodRef
-from edgeagent.snapshot import Condition
+from edgeagent.node.kmsg import OomKill
+from edgeagent.snapshot import Condition, ContainerShare
 
 if TYPE_CHECKING:  # imported where an uplink is wanted
     from edgeagent.fleet.publisher import Uplink
@@ -131,6 +132,16 @@ class Notices:
                 container=use.container, facts={"limitMiB": use.limit_mib, "usedMiB": use.used_mib or 0},
             )  # fmt: skip
         self.changed()
+
+    def oom_kill(self, share: ContainerShare, killed: OomKill) -> None:
+        """`share`: of the pod, with the container where that is known."""
+        self._count("oom_kills_total")
+        if self.uplink is not None:
+            self.uplink.event(
+                "oom", "oom_kill", f"the kernel ended {killed.name} (pid {killed.pid}) for lack of memory",
+                severity="warning", gpu_uuid=share.gpu_uuid, namespace=share.namespace, pod=share.pod,
+                container=share.container or None, facts={"pid": killed.pid, "process": killed.name},
+            )  # fmt: skip
 
     def level_lost(self, share: ShareToEnforce, axis: Axis, before: AxisLevel, now: AxisLevel) -> None:
         self._count("isolation_levels_lost_total")

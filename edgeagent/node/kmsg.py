@@ -1,4 +1,5 @@
-"""GPU trouble in the kernel log: NVRM Xid lines, "fallen off the bus", nvgpu errors, each told once.
+"""Trouble in the kernel log: NVRM Xid lines, "fallen off the bus", nvgpu errors, and processes that the
+kernel ended for lack of memory; each told once.
 
 Reads /dev/kmsg (needs CAP_SYSLOG; where it is refused the rest of the agent works without) or, for
 tests and captured logs, a plain file of lines. How far it got is kept in the state directory with the
@@ -30,7 +31,7 @@ STATE_NAME = "kernel-log.json"
 _RECORD_BYTES = 16 * 1024
 _LOOKAHEAD_LINES = 8
 _FILE_POLL_S = 0.2
-_KEYS = (b"NVRM", b"nvgpu", b"NVIDIA GPU", b"fallen off the bus", b"installed in this system")
+_KEYS = (b"NVRM", b"nvgpu", b"oom-kill:", b"NVIDIA GPU", b"fallen off the bus", b"installed in this system")
 
 _PREFIX = re.compile(rb"^(\d+),(\d+),(\d+),[^;]*;")
 _DMESG_TIME = re.compile(r"^(?:<\d+>)?\[\s*(\d+\.\d+)\]\s*")
@@ -44,6 +45,9 @@ _THE_GPU = re.compile(r"The NVIDIA GPU (?P<pci>[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[
 _FALLEN = re.compile(r"fallen off the bus")
 _FALLEN_ONE_LINE = re.compile(r"NVRM: GPU (?P<pci>[0-9a-fA-F:.]+): GPU has fallen off the bus")
 _NVGPU = re.compile(r"nvgpu: (?P<device>\S+)\s+(?P<where>\S+?:\d+)\s+\[ERR\]\s+(?P<text>.*)$")
+_OOM_KILL = re.compile(
+    r"^oom-kill:.*?\btask_memcg=(?P<cgroup>[^,]*),task=(?P<name>.*),pid=(?P<pid>\d{1,9})\b"
+)
 
 
 def normalise_pci(address: str) -> str | None:
@@ -70,6 +74,21 @@ class KernelFinding:
     xid: int | None = None
     pid: int | None = None
     detail: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OomKill:
+    """A process that the kernel ended for lack of memory. `cgroup` is a path as in /proc/PID/cgroup."""
+
+    cgroup: str
+    name: str
+    pid: int
+
+
+def oom_kill(message: str) -> OomKill | None:
+    """The kernel's one-line summary of an OOM kill (since Linux 5.0)."""
+    m = _OOM_KILL.search(message)
+    return OomKill(m["cgroup"], m["name"][:64], int(m["pid"])) if m else None
 
 
 class LineParser:
@@ -147,7 +166,7 @@ def from_kernel(raw: bytes) -> bool:
 class KernelLog:
     """The service that reads the kernel log. `resolve` maps a PCI address (or Tegra device name) to a
     UUID and answers None for what it does not know; it must not call the driver, which may hang just
-    then. `on_event(event, age_s)` must be quick."""
+    then. `on_event(event, age_s)` and `on_oom_kill` must be quick."""
 
     def __init__(
         self,
@@ -155,6 +174,7 @@ class KernelLog:
         state_dir: str | Path,
         resolve: Callable[[str], str | None],
         on_event: Callable[[GpuEvent, float], None],
+        on_oom_kill: Callable[[OomKill], None] = lambda _: None,
         path: str = "/dev/kmsg",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -163,6 +183,7 @@ class KernelLog:
         self._boot_id = (host.read_text("/proc/sys/kernel/random/boot_id") or "unknown").strip()
         self._resolve = resolve
         self._on_event = on_event
+        self._on_oom_kill = on_oom_kill
         self._clock = clock
         self._parser = LineParser()
         self._told = self._load()
@@ -237,11 +258,14 @@ class KernelLog:
         if sequence is None:
             sequence = line_number if line_number is not None else self._told + 1
         findings = list(self._parser.feed(message))
-        if not findings or sequence <= self._told:
+        killed = oom_kill(message)
+        if (not findings and killed is None) or sequence <= self._told:
             return
         age_s = max(0.0, self._clock() - uptime_s) if uptime_s is not None else 0.0
         for found in findings:
             self._on_event(self._event(found), age_s)
+        if killed is not None:
+            self._on_oom_kill(killed)
         # After telling: losing an event would be worse than telling it again after a crash.
         self._told = sequence
         self._save()

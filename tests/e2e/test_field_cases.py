@@ -649,6 +649,8 @@ def test_x5_a_death_that_only_the_kernel_log_tells_is_told_once_over_restarts(st
         host.write(node.root, "/proc/uptime", "100000.00 1.00\n")
 
     node = start("l4", prepare=kernel_log, broker=True).ready()
+    pod = node.share("a", 1000)
+    node.env(pod)
     node.nvml.error("nvmlDeviceGetUUID", driver.GPU_IS_LOST)
     with (node.root / "dev/kmsg").open("a") as file:
         file.write(log)
@@ -659,7 +661,16 @@ def test_x5_a_death_that_only_the_kernel_log_tells_is_told_once_over_restarts(st
     node.agent.start().wait_ready()
     with (node.root / "dev/kmsg").open("a") as file:
         file.write("3,900,900000000,-;NVRM: Xid (PCI:0000:65:00): 13, pid=9, name=late, Graphics\n")
+        cgroup = f"/kubepods/burstable/pod{pod.uid}/{'c' * 64}"
+        for number, path in enumerate(("/system.slice/sshd.service", cgroup)):
+            file.write(
+                f"6,{901 + number},900000001,-;oom-kill:constraint=CONSTRAINT_NONE,nodemask=(null),cpuset=/,"
+                f"mems_allowed=0,global_oom,task_memcg={path},task=python3,pid=4100,uid=0\n"
+            )
     node.observer.wait_payload("/evt/xid", lambda e: e["facts"]["xid"] == 13)
+    oom = node.observer.wait_payload("/evt/oom")
+    assert (oom["namespace"], oom["pod"], oom["container"]) == ("default", "a", "app")
+    assert len(node.events("oom")) == 1, "sshd has no share"
     told = [e["facts"]["xid"] for e in node.events("xid")]
     assert (told.count(79), told.count(45)) == (1, 1), told
     assert {e["gpu"] for e in node.events("xid")} == {node.gpus[0]}

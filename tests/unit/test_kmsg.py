@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from edgeagent.gpus.model import GpuEvent, GpuEventKind
 from edgeagent.hostroot import HostRoot
-from edgeagent.node.kmsg import KernelLog, LineParser, normalise_pci, parse_record
+from edgeagent.node.kmsg import KernelLog, LineParser, OomKill, normalise_pci, oom_kill, parse_record
 
 UUID = "GPU-5c1a0000-0000-4000-8000-0000000000b3"
 THREE_LINES = (
@@ -131,6 +131,32 @@ def test_any_bytes_are_taken(raw: bytes) -> None:
     _, _, message = parse_record(b"4,1,1,-;NVRM: Xid (PCI:" + raw)
     list(LineParser().feed(message))
     list(LineParser().feed(parse_record(raw)[2]))
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (
+            (
+                "oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),oom_memcg=/kubepods.slice/p,"
+                "task_memcg=/kubepods.slice/p/cri-containerd-c.scope,task=python3,pid=4100,uid=0"
+            ),
+            OomKill("/kubepods.slice/p/cri-containerd-c.scope", "python3", 4100),
+        ),
+        (
+            (
+                "oom-kill:constraint=CONSTRAINT_NONE,nodemask=(null),cpuset=/,mems_allowed=0,global_oom,"
+                "task_memcg=/kubepods/podx/y,task=a,pid=1,b,pid=77,uid=1000"
+            ),
+            OomKill("/kubepods/podx/y", "a,pid=1,b", 77),
+        ),
+        ("Out of memory: Killed process 4100 (python3) total-vm:1kB", None),
+        ("app: oom-kill:constraint=,task_memcg=/kubepods/podx/y,task=a,pid=1,uid=0", None),
+    ],
+    ids=["limit of the pod", "whole node, commas in a name", "the longer line", "somebody else's words"],
+)
+def test_oom_kills(line: str, expected: OomKill | None) -> None:
+    assert oom_kill(line) == expected
 
 
 # -- the service ---------------------------------------------------------------------------------------
