@@ -72,6 +72,8 @@ def set_up(level: str = "info", fmt: str = "auto") -> None:
 
 def set_level(level: str) -> None:
     logging.getLogger().setLevel(level.upper())
+    # At debug, grpc writes a line of its own innards for every call.
+    logging.getLogger("grpc").setLevel(max(logging.INFO, logging.getLogger().level))
 
 
 def _stderr_is_journal() -> bool:
