@@ -107,7 +107,7 @@ def test_a_pod_that_fits_nowhere_now_waits_with_the_reason_and_starts_when_one_l
     assert waiting.phase == "Pending"
     box.kubelet.delete(holders[0])
     box.running(waiting)
-    assert waiting.phase == "Running"
+    box.kubelet.wait_for(lambda: waiting.phase == "Running")
     assert not box.agent.wait_snapshot(lambda s: not s.get("waiting"))["waiting"]
 
 
