@@ -11,11 +11,12 @@ from edgeagent.cli.options import add_config_option, load_config
 from edgeagent.config import Config, to_plain
 from edgeagent.config.schema import FleetConfig, GpuRule, IsolationConfig, SharingConfig
 from edgeagent.fleet.estimate import batch_seconds, deflates, keepalive_seconds, monthly
-from edgeagent.gpus.model import Inventory
 from edgeagent.hostroot import HostRoot
 from edgeagent.kubelet.offers import Offers, plan_offers
+from edgeagent.kubelet.plan import make_plan
+from edgeagent.sharing.modes import GpuMode
 from edgeagent.sharing.names import GPU, ResourceNames, resource_names, timeslice_name
-from edgeagent.sharing.units import memory_units
+from edgeagent.sharing.tokens import Amounts
 
 _PODS_ASSUMED = 4
 _MODES = {
@@ -73,21 +74,22 @@ def explain(config: Config, path: Path | None) -> list[str]:
 
 
 def _sharing(sharing: SharingConfig, names: ResourceNames) -> list[str]:
-    unit = f"{names.unit_mib} MiB a unit"
-    lines = [
-        f"resources   {names.memory} ({unit}), {names.cores} (per cent of a GPU), {names.number} (shares)"
-    ]
-    if names.note is not None:
-        lines.append(f"            {names.note} (edgeagent admission-policies)")
     block = sharing.time_slicing
-    lines += [f"            {_rule(rule)}" for rule in sharing.gpus]
+    sliced = block is not None and any(r.name == GPU for r in block.resources)
+    others = "timeslice" if sliced and sharing.mode in ("shared", "exclusive") else sharing.mode
+    parts = []
+    if "shared" in {others, *(rule.mode for rule in sharing.gpus)}:
+        unit = f"{names.unit_mib} MiB a unit"
+        parts.append(f"{names.memory} ({unit}), {names.cores} (per cent of a GPU), {names.number} (shares)")
+        parts += [f"{names.note} (edgeagent admission-policies)"] if names.note is not None else []
+    parts += [_rule(rule) for rule in sharing.gpus]
     if block is not None:
         for r in block.resources:
             renamed = timeslice_name(r.name, renamed=block.rename_by_default)
             more = ", requests above 1 are refused" if block.fail_requests_greater_than_one else ""
-            lines.append(f"            {r.name}: {r.replicas} replicas of each, offered as {renamed}{more}")
-    others = "other GPUs" if sharing.gpus else "all GPUs"
-    lines.append(f"            {others}: {sharing.mode} ({_MODES[sharing.mode]})")
+            parts.append(f"{r.name}: {r.replicas} replicas of each, offered as {renamed}{more}")
+    parts.append(f"{'other' if sharing.gpus else 'all'} GPUs: {others} ({_MODES[others]})")
+    lines = [f"{'' if i else 'resources':12}{part}" for i, part in enumerate(parts)]
     wait = f"evicted after {sharing.wait_seconds:g} s" if sharing.wait_seconds else "never evicted"
     lines.append(
         f"placement   {sharing.placement}, binding {sharing.binding}; a container without room waits, {wait}"
@@ -157,21 +159,25 @@ def on_this_host(config: Config) -> list[str]:
     for o in offers.gpus:
         size = f"{o.usable_mib} MiB to share" if o.mode.value == "shared" else f"{o.gpu.memory_total_mib} MiB"
         lines.append(f"  GPU {o.gpu.index} {o.gpu.model}: {o.mode.value}, {size}")
-    lines += [f"  {line}" for line in _counts(config.sharing, offers, inventory)]
+    lines += [f"  {line}" for line in _counts(config.sharing, offers)]
     lines += [f"  ! {p}" for p in offers.problems]
     lines += [f"  {n}" for n in offers.notes]
     return lines
 
 
-def _counts(sharing: SharingConfig, offers: Offers, inventory: Inventory) -> Iterator[str]:
-    shared = [o for o in offers.gpus if o.mode.value == "shared"]
-    if shared:
-        names = resource_names(sharing.names, prefix=sharing.prefix, unit_mib=sharing.memory_unit_mib)
-        sized = memory_units([o.usable_mib for o in shared], names.unit_mib, sharing.cluster_version)
+def _counts(sharing: SharingConfig, offers: Offers) -> Iterator[str]:
+    """How many of each resource, and what cannot be offered, as the agent itself plans it."""
+    names = resource_names(sharing.names, prefix=sharing.prefix, unit_mib=sharing.memory_unit_mib)
+    plan = make_plan(offers, sharing, names, Amounts(), links={}, cluster_version=sharing.cluster_version)
+    if plan.tokens:
+        shared = offers.in_mode(GpuMode.SHARED)
+        memory = sum(o.usable_mib // names.unit_mib for o in shared)
         shares = sum(o.max_shares for o in shared)
-        yield f"{names.memory}: {sized.count}, {names.cores}: {100 * len(shared)}, {names.number}: {shares}"
-        if sized.problem or sized.warning:
-            yield f"! {sized.problem or sized.warning}"
-    whole = sum(o.mode.value == "exclusive" for o in offers.gpus)
-    if whole:
-        yield f"{GPU}: {whole}"
+        yield f"{names.memory}: {memory}, {names.cores}: {100 * len(shared)}, {names.number}: {shares}"
+    for name, named in plan.named.items():
+        yield f"{name}: {sum(len(device.ids) for device in named.devices)}"
+    for problem in dict.fromkeys(plan.problems.values()):
+        yield f"! {problem}"
+    for note in plan.notes:
+        if note != names.note:
+            yield f"! {note}"

@@ -123,7 +123,8 @@ class _Loader:
             self.problem(node, path, f"{text!r} must be one of {', '.join(choices)}{hint}")
             return None
         if pattern and not re.search(pattern, text):
-            self.problem(node, path, f"{text!r} does not have the right form (pattern {pattern})")
+            right = metadata.get("form") or f"something like {pattern}"
+            self.problem(node, path, f"{text!r} does not have the right form: must be {right}")
             return None
         if "\x00" in text:
             self.problem(node, path, "must not contain a NUL character")
@@ -160,7 +161,11 @@ class _Loader:
             names = shorthand.split(",")
             given = {
                 n: self.value(
-                    node, hints[n], path, next(f for f in fields(cls) if f.name == n).metadata, depth + 1
+                    node,
+                    hints[n],
+                    f"{path}.{n}",
+                    next(f for f in fields(cls) if f.name == n).metadata,
+                    depth + 1,
                 )
                 for n in names
             }
@@ -207,7 +212,8 @@ class _Loader:
             self.problem(node, path, text)
         for f in fields(made):
             if f.name not in skip and is_dataclass(getattr(made, f.name)):
-                self.check(getattr(made, f.name), node, path, skip=set())
+                name = f.metadata.get("yaml") or camel(f.name)
+                self.check(getattr(made, f.name), node, f"{path}.{name}" if path else name, skip=set())
 
 
 def _is_null(node: yaml.Node) -> bool:

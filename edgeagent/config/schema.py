@@ -27,14 +27,16 @@ def key(
     high: float | None = None,
     choices: tuple[str, ...] | None = None,
     pattern: str | None = None,
+    form: str | None = None,
     yaml: str | None = None,
     doc: str = "",
     reload: bool = False,
 ) -> Any:
-    """A configuration key. `low`/`high` are inclusive; `reload`: may change without a restart."""
+    """A configuration key. `low`/`high` are inclusive; `form`: what matches `pattern`, in words; `reload`:
+    may change without a restart."""
     metadata = {
-        "low": low, "high": high, "choices": choices, "pattern": pattern, "yaml": yaml, "doc": doc,
-        "reload": reload,
+        "low": low, "high": high, "choices": choices, "pattern": pattern, "form": form, "yaml": yaml,
+        "doc": doc, "reload": reload,
     }  # fmt: skip
     if factory is not None:
         return field(default_factory=factory, metadata=metadata)
@@ -109,7 +111,7 @@ class GpuMatch:
 
     def check(self) -> list[str]:
         given = [v for v in (self.uuid, self.index, self.model) if v is not None]
-        return [] if len(given) == 1 else ["match: exactly one of uuid, index, model is needed"]
+        return [] if len(given) == 1 else ["exactly one of uuid, index, model is needed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +182,10 @@ class SharingConfig:
         doc="binding early: what NVIDIA_VISIBLE_DEVICES names.",
     )
     cluster_version: str | None = key(
-        None, pattern=r"^v?1\.\d+", doc="Kubernetes version where the API server cannot be asked."
+        None,
+        pattern=r"^v?1\.\d+",
+        form="a version like v1.36.2",
+        doc="Kubernetes version where the API server cannot be asked.",
     )
 
     def check(self) -> list[str]:
@@ -193,8 +198,17 @@ class SharingConfig:
             (".kubernetes.io", ".k8s.io")
         ):
             problems.append(f"prefix: {self.prefix!r} is reserved by Kubernetes")
+        elif self.prefix is not None and self.names != "custom":
+            problems.append(f"prefix: needs names: custom (names is {self.names})")
         if self.mode == "timeslice" and not any(r.replicas for r in self.gpus) and self.time_slicing is None:
             problems.append("mode: timeslice needs replicas in a gpus rule or a timeSlicing block")
+        block = self.time_slicing.resources if self.time_slicing is not None else ()
+        if all(r.name != "nvidia.com/gpu" for r in block):
+            problems += [
+                f"gpus[{i}]: mode: timeslice needs replicas, here or in a timeSlicing block"
+                for i, rule in enumerate(self.gpus)
+                if rule.mode == "timeslice" and rule.replicas is None
+            ]
         return problems
 
 
@@ -385,7 +399,12 @@ class FleetConfig:
 @dataclass(frozen=True, slots=True)
 class MetricsConfig:
     enabled: bool = key(True)
-    listen: str = key(":9435", pattern=r"^(\[[0-9a-fA-F:]+\]|[^:\s]*):\d{1,5}$", doc="ADDRESS:PORT.")
+    listen: str = key(
+        ":9435",
+        pattern=r"^(\[[0-9a-fA-F:]+\]|[^:\s]*):\d{1,5}$",
+        form="ADDRESS:PORT, for example 127.0.0.1:9435 or :9435",
+        doc="ADDRESS:PORT.",
+    )
     dcgm: bool = key(False, reload=True, doc="Also DCGM_FI_DEV_* as dcgm-exporter names them.")
     hami: bool = key(False, reload=True, doc="Also hami_vgpu_* as HAMi names them.")
 
@@ -394,11 +413,16 @@ class MetricsConfig:
 class Config:
     """The whole file."""
 
-    host_root: str = key("/", pattern=r"^/", doc="Where the host's file system is mounted.")
-    state_dir: str = key(
-        "/var/lib/edgeagent", pattern=r"^/", doc="Survives restarts: outbox, cordons, caches."
+    host_root: str = key(
+        "/", pattern=r"^/", form="an absolute path", doc="Where the host's file system is mounted."
     )
-    run_dir: str = key("/run/edgeagent", pattern=r"^/", doc="Local socket and lock.")
+    state_dir: str = key(
+        "/var/lib/edgeagent",
+        pattern=r"^/",
+        form="an absolute path",
+        doc="Survives restarts: outbox, cordons, caches.",
+    )
+    run_dir: str = key("/run/edgeagent", pattern=r"^/", form="an absolute path", doc="Local socket and lock.")
     node: NodeConfig = key(factory=NodeConfig)
     log: LogConfig = key(factory=LogConfig)
     gpus: GpusConfig = key(factory=GpusConfig)

@@ -26,7 +26,7 @@ class ProfileGpu:
     kind: str = key("discrete", choices=("discrete", "integrated"))
     memory_total_mib: int = key(8192, low=1, yaml="memoryTotalMiB")
     memory_reserved_mib: int | None = key(None, low=0, yaml="memoryReservedMiB")
-    compute_capability: str | None = key(None, pattern=r"^\d+\.\d+$")
+    compute_capability: str | None = key(None, pattern=r"^\d+\.\d+$", form="a version like 8.6")
     architecture: str | None = key(None)
     multiprocessors: int | None = key(None, low=1)
     power_idle_w: float = key(8.0, low=0, yaml="powerIdleW")

@@ -100,6 +100,32 @@ def test_time_slicing_block(write: Path, capsys: pytest.CaptureFixture[str]) -> 
     main(["check-config", str(write)])
     out = capsys.readouterr().out
     assert "4 replicas of each, offered as nvidia.com/gpu.shared, requests above 1 are refused" in out
+    assert "all GPUs: timeslice (replicas without limits)" in out
+    assert "  nvidia.com/gpu.shared: 8\n" in out
+    assert "volcano.sh" not in out  # no GPU is left to share
+
+
+@pytest.mark.parametrize(
+    ("sharing", "said"),
+    [
+        (
+            "names: hami, gpus: [{match: {index: 0}, mode: exclusive}]",
+            "! nvidia.com/gpu cannot mean a share (names: hami) and a GPU in mode exclusive on one node",
+        ),
+        ("memoryUnitMiB: 30000", "! cannot offer units of 30000 MiB: no GPU has that much usable memory"),
+    ],
+    ids=["one name for two things", "a unit larger than every GPU"],
+)
+def test_what_cannot_be_offered_here_is_said(
+    write: Path, capsys: pytest.CaptureFixture[str], sharing: str, said: str
+) -> None:
+    """As the agent itself would decide it, without a number for what is not offered."""
+    write.write_text(f"gpus: {{source: simulated}}\nsharing: {{{sharing}}}\n")
+    assert main(["check-config", str(write)]) == 0
+    out = capsys.readouterr().out
+    assert said in out
+    assert "nvidia.com/gpu: 1\n" not in out
+    assert ": 0" not in out
 
 
 def test_keys(write: Path, capsys: pytest.CaptureFixture[str]) -> None:
