@@ -366,6 +366,8 @@ class Agent:
 
     def _health_changed(self, state: HealthState, change: HealthChange) -> None:
         self.offer()
+        if change.became_sick:
+            self._look_now.set()
         if change.recovered:
             # What failed while the GPU was sick may work now.
             self._unprobed |= change.recovered
@@ -449,7 +451,8 @@ class Agent:
             self._watchdog.look(self._share_watch.measure())
             if self._share_watch.levels() != before:
                 self.notices.changed()
-            busy = bool(self.kubelet.bound())
+            # A GPU may be sick for want of a mechanism that is tried again here.
+            busy = bool(self.kubelet.bound() or self.health.state.sick)
             self._look_now.wait(self.config.isolation.watchdog.poll_seconds if busy else IDLE_LOOK_S)
             self._look_now.clear()
 

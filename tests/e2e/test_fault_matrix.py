@@ -456,8 +456,8 @@ ROWS: dict[tuple[str, str], Row | str] = {
     ("clock", "lies"): Row(lambda n: n.clock.set_s(400 * 86400), lambda n: n.clock.set_s(0), None),  # type: ignore[attr-defined]
     ("clock", "disappears"): Row(lambda n: n.clock.set_s(-30 * 86400), lambda n: n.clock.set_s(0), None),  # type: ignore[attr-defined]
     ("MPS daemon", "slow"): "as hanging, below the control program's time limit",
-    ("MPS daemon", "hangs"): Row(lambda n: mps_hangs(n), lambda n: mps_well(n), None, node="mps"),
-    ("MPS daemon", "refuses"): Row(lambda n: mps_refuses(n), lambda n: mps_well(n), None, node="mps"),
+    ("MPS daemon", "hangs"): Row(mps_hangs, mps_well, said("mps"), starts=False, node="mps"),
+    ("MPS daemon", "refuses"): Row(mps_refuses, mps_well, said("mps"), starts=False, node="mps"),
     ("MPS daemon", "lies"): "its answers are evidence, read back: test_mps",
     ("MPS daemon", "disappears"): Row(lambda n: mps_dies(n), nothing, None, node="mps"),
 }
@@ -503,6 +503,7 @@ class Nodes:
             directory = Path(tempfile.mkdtemp(prefix="ea-"))
             self._stack.callback(shutil.rmtree, directory, ignore_errors=True)
             node = self._stack.enter_context(NODES[kind](directory)).ready()
+            took_to_start(self, node, 2 * BUDGET_S)  # what is made for the first container is there then
             self._made[kind] = node
         return self._made[kind]
 
