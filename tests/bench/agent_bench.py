@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc
-
 from edgeagent.kubelet.protos import deviceplugin as dp
 from tests.fakes.agent import CHECKOUT, AgentProcess
 from tests.fakes.kubelet import FAST, StandInKubelet
@@ -153,28 +151,34 @@ def starts(broker: Mosquitto, rounds: int) -> dict[str, Any]:
     return quantiles(times)
 
 
+# The listener has a process of its own: the stand-in kubelet takes every list apart in Python here.
+_LISTENER = """
+import sys, time, grpc
+channel = grpc.insecure_channel("unix:" + sys.argv[1], options=(("grpc.max_receive_message_length", -1),))
+for _ in channel.unary_stream(sys.argv[2])(b""):
+    print(time.monotonic(), flush=True)
+"""
+
+
 class RawList:
-    """One more ListAndWatch stream, as bytes: when a list arrived, without the time to take it apart."""
+    """One more ListAndWatch stream, as bytes: when each list arrived (CLOCK_MONOTONIC is the host's)."""
 
     def __init__(self, socket: Path) -> None:
         self.arrived: list[float] = []
-        self._channel = grpc.insecure_channel(
-            f"unix:{socket}", options=(("grpc.max_receive_message_length", -1),)
-        )
-        self._stream = self._channel.unary_stream(dp.LIST_AND_WATCH)(b"")
-        self._thread = threading.Thread(target=self._listen, daemon=True)
-        self._thread.start()
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _LISTENER, str(socket), dp.LIST_AND_WATCH],
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        )  # fmt: skip
+        threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
-        try:
-            for _ in self._stream:
-                self.arrived.append(time.monotonic())
-        except grpc.RpcError:
-            pass  # the agent stopped
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.arrived.append(float(line))
 
     def close(self) -> None:
-        self._stream.cancel()
-        self._channel.close()
+        self._process.kill()
+        self._process.wait()
 
 
 def reactions(broker: Mosquitto, rounds: int) -> dict[str, Any]:
