@@ -20,6 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
+import paho.mqtt.client as paho
+
 from edgeagent.kubelet.protos import deviceplugin as dp
 from tests.fakes.agent import CHECKOUT, AgentProcess
 from tests.fakes.kubelet import FAST, StandInKubelet
@@ -214,6 +217,62 @@ def reactions(broker: Mosquitto, rounds: int) -> dict[str, Any]:
     }
 
 
+def calls_beside_the_uplink(rounds: int) -> dict[str, Any]:
+    """Allocate of 64 units while the broker is up, frozen, gone, and flooding the node with commands."""
+    out: dict[str, Any] = {}
+    with (
+        tempfile.TemporaryDirectory(prefix="eb-") as name,
+        Mosquitto(Path(name) / "mq", log=False) as broker,
+    ):
+        rig = Rig(Path(name) / "x", ["24gib"], broker)
+        with rig.kubelet, rig.agent as agent:
+            wait(rig.registered)
+            agent.wait_snapshot(lambda s: s["uplink"]["connected"])
+            socket = rig.kubelet.directory / f"edgeagent-{MEMORY.replace('/', '_')}.sock"
+            with grpc.insecure_channel(f"unix:{socket}") as channel:
+                allocate = channel.unary_unary(dp.ALLOCATE)
+                ids = [f"m{n:06d}" for n in range(64)]
+                request = dp.AllocateRequest(
+                    container_requests=[dp.ContainerAllocateRequest(devices_ids=ids)]
+                ).SerializeToString()
+
+                def measure(state: str) -> None:
+                    times = []
+                    for _ in range(rounds):
+                        began = time.monotonic()
+                        allocate(request)
+                        times.append(time.monotonic() - began)
+                    out[state] = quantiles(times)
+
+                measure("up")
+                flood = threading.Event()
+                flooder = threading.Thread(target=_flood, args=(broker.port, flood), daemon=True)
+                flooder.start()
+                measure("flood")
+                flood.set()
+                flooder.join()
+                broker.freeze()
+                measure("frozen")
+                broker.thaw()
+                broker.kill()
+                measure("gone")
+    return out
+
+
+def _flood(port: int, stop: threading.Event) -> None:
+    """Commands for the node as fast as they go out, until told to stop."""
+    client = paho.Client(paho.CallbackAPIVersion.VERSION2)
+    client.connect("127.0.0.1", port)
+    client.loop_start()
+    while not stop.is_set():
+        for n in range(50):
+            client.publish(
+                "gpufleet/v1/lab/edge-1/cmd/snapshot", json.dumps({"id": f"f{n}", "verb": "snapshot"})
+            )
+        stop.wait(0.02)
+    client.loop_stop()
+
+
 def bare(settle_s: float, seconds: float) -> dict[str, Any]:
     """The least grpcio device plugin, in the same run: what the library alone costs."""
     with (
@@ -246,6 +305,7 @@ def main(settle_s: float = 60.0, seconds: float = 60.0, rounds: int = 40) -> dic
                 "two_80gib": idle(["a100-80", "a100-80"], broker, settle_s, seconds),
                 "start_to_register": starts(broker, max(5, rounds // 4)),
                 **reactions(broker, rounds),
+                "allocate_while_broker": calls_beside_the_uplink(rounds * 10),
             }
         }
 
