@@ -116,7 +116,7 @@ def _gpu_state(offer: GpuOffer, seen: GpuHealth | None, room: GpuRoom, levels: L
         cordoned=offer.cordoned,
         present=offer.present,
         reading=seen.reading if seen is not None else None,
-        levels=levels,
+        levels=levels if shared else Levels(),  # other modes set no limits
         conditions=conditions,
         host_use=usage.host if usage is not None else None,
         unattributed_mib=usage.unattributed_mib if usage is not None else None,

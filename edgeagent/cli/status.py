@@ -11,6 +11,7 @@ from typing import Any
 from edgeagent.cli.options import add_config_option, agent_client, load_config
 
 JsonObject = Mapping[str, Any]
+AXES = ("memory", "compute")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,15 +61,15 @@ def render(s: JsonObject, now_s: float) -> list[str]:
     for g in s.get("gpus", []):
         gpu, reading = g["gpu"], g.get("reading") or {}
         health = g["health"] + (", cordoned" if g.get("cordoned") else "")
-        levels = g.get("levels", {})
+        levels = "/".join(g.get("levels", {}).get(axis, {}).get("level", "none") for axis in AXES)
+        shares = [_mib(g["promisedMiB"]), _mib(g["freeMiB"]), f"{g['promisedCoresPct']} %"]
+        if g["mode"] != "shared":
+            shares, levels = ["-"] * len(shares), "-"
         rows.append(
             [
-                str(gpu["index"]), gpu["model"], g["mode"], health,
-                _mib(g["usableMiB"]), _mib(g["promisedMiB"]), _mib(g["freeMiB"]),
-                f"{g['promisedCoresPct']} %",
+                str(gpu["index"]), gpu["model"], g["mode"], health, _mib(g["usableMiB"]), *shares,
                 _mib(reading.get("memoryUsedMiB")), _unit(reading.get("utilPct"), " %"),
-                _unit(reading.get("temperatureC"), " °C"),
-                "/".join(levels.get(axis, {}).get("level", "none") for axis in ("memory", "compute")),
+                _unit(reading.get("temperatureC"), " °C"), levels,
             ]
         )  # fmt: skip
     lines += table(rows)
@@ -100,7 +101,7 @@ def render(s: JsonObject, now_s: float) -> list[str]:
         lines += table(rows)
     for w in s.get("waiting", []):
         since = duration(now_s - w["sinceMs"] / 1000)
-        lines.append(f"waiting {since}: {_pod(w)}/{w['container']} ({w['memoryMiB']} MiB): {w['reason']}")
+        lines.append(f"waiting {since}: {_pod(w)}/{w['container']} ({demand(w)}): {w['reason']}")
     lines.append("")
     rows = [["RESOURCE", "OFFERED", "HEALTHY", "ALLOCATED", "STATE"]]
     for r in s.get("resources", []):
@@ -136,6 +137,14 @@ def _level(level: JsonObject | None) -> str:
     if not level:
         return "none"
     return f"{level['level']} ({level['reason']})" if level.get("reason") else str(level["level"])
+
+
+def demand(waiting: JsonObject) -> str:
+    """What a waiting container asks for: '8000 MiB, 30 %'."""
+    cores = waiting.get("coresPct")
+    parts = [f"{waiting['memoryMiB']} MiB"] if waiting["memoryMiB"] else []
+    parts += [f"{cores} %"] if cores else []
+    return ", ".join(parts) or "a whole GPU"
 
 
 def duration(seconds: float) -> str:

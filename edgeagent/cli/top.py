@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from edgeagent.cli.options import add_config_option, agent_client, load_config
-from edgeagent.cli.status import duration
+from edgeagent.cli.status import demand, duration
 from edgeagent.errors import AgentError, ControlError
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def render(s: JsonObject, now_s: float) -> RenderableType:
         parts.append(Text("no GPU was found; `edgeagent detect` says what was looked at", style="yellow"))
     parts += [
         Text(f"waiting {duration(now_s - w['sinceMs'] / 1000)}: {_pod(w)}/{w['container']} "
-             f"wants {w['memoryMiB']} MiB: {w['reason']}", style="yellow")
+             f"wants {demand(w)}: {w['reason']}", style="yellow")
         for w in s.get("waiting", [])
     ]  # fmt: skip
     return Group(*parts)
@@ -176,9 +176,10 @@ def _gpus(s: JsonObject) -> RenderableType:
             table.add_row(Text(f"  not pods: {names}"[:48], style="dim"), "", _number(host["usedMiB"]))
         if (g.get("unattributedMiB") or 0) >= 1:
             table.add_row(Text("  not attributed", style="dim"), "", _number(g["unattributedMiB"]))
-        table.add_row(
-            Text(f"  free for new pods: {g['freeMiB']} MiB, {g['freeCoresPct']} % cores", style="dim")
-        )
+        if g["mode"] == "shared":
+            table.add_row(
+                Text(f"  free for new pods: {g['freeMiB']} MiB, {g['freeCoresPct']} % cores", style="dim")
+            )
     return table
 
 
