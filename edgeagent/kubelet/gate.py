@@ -178,6 +178,7 @@ class Gate:
         self._starts: dict[ContainerKey, Start] = {}
         self._held: dict[ContainerKey, _Held] = {}
         self._evicted: set[str] = set()
+        self._told: dict[ContainerKey | None, str] = {}  # the last refusal that was reported
         self._cgroups_seen = False  # a pod's cgroup has been seen: where there is none, the pod is gone
         self._last_grant_s = float("-inf")
         self._exits_s = float("-inf")
@@ -596,6 +597,7 @@ class Gate:
                 self._specs.remove(start.files)
                 raise _pod_gone()
             start.began_s = self._clock()
+            self._told.pop(key, None)
             self._count("binds_total")
         return start
 
@@ -768,6 +770,7 @@ class Gate:
         with self._lock:
             known = {uid for uid in self._ledger.pods() if uid != _GRANT_UID}
             known.update(waiter.key.pod_uid for waiter in self._line.waiters())
+            known.update(key.pod_uid for key in self._told if key is not None)
         gone = [uid for uid in known if self._gone(uid)]
         for uid in gone:
             self._release_pod(uid)
@@ -797,6 +800,8 @@ class Gate:
                 waiting.gone = True
                 waiting.woken.set()
             self._evicted.discard(uid)
+            for key in [k for k in self._told if k is not None and k.pod_uid == uid]:
+                del self._told[key]
             self._dispatch()
         self._specs.remove(name for start in starts.values() for name in start.files)
         for start in starts.values():
@@ -969,12 +974,19 @@ class Gate:
     def _refused(self, key: ContainerKey | None, error: AllocationError) -> None:
         self._count("refusals_total")
         self._count(f"refusals_{error.code.lower()}_total")
+        # The kubelet comes again every few seconds for as long as the pod is there: told once, and again
+        # when the reason is another one. Who is in the way changes all the time and is not another reason.
+        said = str(error) if error.permanent or key is None else error.code
+        with self._lock:
+            repeated = self._told.get(key) == said
+            self._told[key] = said
         log.log(
-            logging.WARNING if error.permanent else logging.DEBUG,
+            logging.WARNING if error.permanent and not repeated else logging.DEBUG,
             "container may not start pod=%s container=%s code=%s: %s",
             key.pod_uid if key else None, key.container if key else None, error.code, error,
         )  # fmt: skip
-        self._event("refused", str(error), key, code=error.code, permanent=error.permanent)
+        if not repeated:
+            self._event("refused", str(error), key, code=error.code, permanent=error.permanent)
 
     def _event(
         self,

@@ -167,6 +167,26 @@ def test_a_container_that_waits_too_long_is_evicted_once() -> None:
         assert len(side.evicted) == 1
 
 
+@pytest.mark.parametrize(
+    ("limits", "code"),
+    [({CORES: 30}, "FAILED_PRECONDITION"), ({NUMBER: 1}, "RESOURCE_EXHAUSTED")],
+    ids=["can never start", "waits"],
+)
+def test_the_same_refusal_at_every_try_of_the_kubelet_is_one_event(limits: dict[str, int], code: str) -> None:
+    """A pod that waits for days costs the uplink two messages, not thousands; a new reason is told."""
+    with running_side([pretend_gpu(0)], hold_seconds=0.0) as (k, side):
+        holder = k.run(one("holder", 5000))
+        k.wait_for(lambda: holder.running)
+        pod = k.run(Pod("pod", [ContainerSpec("app", limits)]))
+        eventually(lambda: side.side.counters().get("refusals_total", 0) >= 4)
+        assert [e.code for e in side.kinds("refused")] == [code]
+        k.delete(pod)
+        k.wait_for(lambda: pod.gone)
+        again = k.run(Pod("pod", [ContainerSpec("app", limits)]))
+        eventually(lambda: len(side.kinds("refused")) == 2)
+        assert side.kinds("refused")[1].pod_uid == again.uid
+
+
 def test_waiting_containers_do_not_keep_others_from_being_allocated_or_started() -> None:
     with running_side(hold_seconds=20.0) as (k, side):
         fill = [k.run(one(f"fill{i}", 7000)) for i in range(2)]
