@@ -67,7 +67,8 @@ class Demo:
                     "processFile": str(self.work / "processes.yaml"),
                 },
             },
-            "isolation": {"watchdog": {"pollSeconds": 1}},
+            # Processes that are only files load no library: the demo shows what watching alone does.
+            "isolation": {"memory": "watchdog", "compute": "none", "watchdog": {"pollSeconds": 1}},
             "health": {"xidHoldSeconds": 1, "recoverPolls": 2},
             "fleet": {
                 "enabled": True,

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from tests.fakes.demo.play import Demo
 
 REFRESH_S = 0.2
-BAR = 28
+BAR = 10
 
 
 class View:
@@ -110,26 +110,27 @@ class LiveView(View):
         self._live.update(Group(*parts), refresh=True)
 
     def _gpus(self, s: dict[str, Any]) -> Any:
+        from rich.box import SIMPLE
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(title="GPUs", expand=True)
-        for column in ("GPU", "health", "memory promised", "free", "compute", "used", "temp", "power"):
-            table.add_column(column)
+        table = Table(title="GPUs", expand=True, box=SIMPLE, padding=(0, 1, 0, 0))  # fits 80 columns
+        for column in ("GPU", "health", "promised MiB", "free", "cores", "used", "°C", "W"):
+            table.add_column(column, no_wrap=True)
         for g in s["gpus"]:
             reading = g.get("reading", {})
             sick = g["health"] == "sick"
             full = round(BAR * g["promisedMiB"] / max(1, g["usableMiB"]))
             bar = Text("█" * full, "red" if sick else "green") + Text("░" * (BAR - full), "dim")
             table.add_row(
-                f"{g['gpu']['index']} {g['gpu']['model']}",
+                f"{g['gpu']['index']} {g['gpu']['model'].removeprefix('NVIDIA ').removesuffix(' Generation')}",
                 Text(g["health"], "bold red" if sick else "green"),
-                bar + Text(f" {g['promisedMiB']}/{g['usableMiB']} MiB"),
-                f"{g['freeMiB']} MiB",
+                bar + Text(f" {g['promisedMiB']}/{g['usableMiB']}"),
+                f"{g['freeMiB']}",
                 f"{g['promisedCoresPct']} %",
-                _value(reading.get("memoryUsedMiB"), " MiB"),
-                _value(reading.get("temperatureC"), " °C"),
-                _value(reading.get("powerW"), " W"),
+                _value(reading.get("memoryUsedMiB")),
+                _value(reading.get("temperatureC")),
+                _value(reading.get("powerW")),
             )
         return table
 
@@ -166,5 +167,5 @@ class LiveView(View):
         return Panel(lines, title=f"MQTT ({self.demo.ear.count} messages)", border_style="magenta")
 
 
-def _value(value: float | None, unit: str) -> str:
+def _value(value: float | None, unit: str = "") -> str:
     return "-" if value is None else f"{value:.0f}{unit}"
