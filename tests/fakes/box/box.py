@@ -95,7 +95,9 @@ class Box:
         self._init_pid = 0
         self.env: dict[str, str] = {}
         (self.run_dir / "systemd/system").mkdir(parents=True, exist_ok=True)
-        self.write("/usr/local/sbin/systemctl", f"#!{sys.executable}\n{STANDIN_SYSTEMCTL.read_text()}", 0o755)
+        # Not the virtual environment's link: the checkout may lie below /tmp, which the box has its own of.
+        python = os.path.realpath(sys.executable)
+        self.write("/usr/local/sbin/systemctl", f"#!{python}\n{STANDIN_SYSTEMCTL.read_text()}", 0o755)
 
     # -- before it starts --
 
