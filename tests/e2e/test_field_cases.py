@@ -79,6 +79,7 @@ def test_d2_a_driver_upgraded_under_the_agent_is_said_with_both_versions_and_hea
     assert node.kubelet.capacity[MEMORY] == listed
     condition = node.wait_condition("DriverMismatch", node.gpus[0])
     assert "550.90.07" in condition["message"]
+    assert "550.107.02" in condition["message"]
     node.kubelet.exit(pod, "app", 139)
     waiting = node.agent.wait_snapshot(lambda s: s["waiting"])["waiting"][0]
     assert "550.90.07" in waiting["reason"]
