@@ -37,6 +37,7 @@ from tests.fakes.whole import WholeNode
 
 BUDGET_S = 5.0  # from a pod's creation to its running container, on a busy machine
 RECOVERY_S = 30.0
+RECONNECT_S = 75.0  # the uplink tries again after a minute at the latest
 MODES = ("slow", "hangs", "refuses", "lies", "disappears", "comes back")
 Snapshot = dict[str, Any]
 Does = Callable[[WholeNode], object]
@@ -52,6 +53,7 @@ class Row:
     reason: Callable[[Snapshot], object] | None
     starts: bool = True
     node: str = "cards"
+    within_s: float = RECOVERY_S
     well: Callable[[Snapshot], object] = lambda s: s["kubeletConnected"]
 
 
@@ -76,6 +78,21 @@ def healthy(s: Snapshot) -> bool:
     return s["kubeletConnected"] and not any(c["makesUnhealthy"] for g in s["gpus"] for c in g["conditions"])
 
 
+SLOW: list[threading.Timer] = []
+
+
+def later(delay_s: float, answer: Callable[[], object]) -> None:
+    """What is slow answers at last."""
+    SLOW.append(threading.Timer(delay_s, answer))
+    SLOW[-1].start()
+
+
+def answered(node: WholeNode) -> None:
+    """Returns when it has."""
+    while SLOW:
+        SLOW.pop().join()
+
+
 def offline(s: Snapshot) -> object:
     return not s["uplink"]["connected"] and s["uplink"].get("problem")
 
@@ -92,7 +109,7 @@ SLOW_CALLS = ("nvmlDeviceGetUtilizationRates", "nvmlDeviceGetTemperature", "nvml
 def nvml_slow(node: WholeNode) -> None:
     """A third of a second, well within callTimeoutSeconds."""
     node.nvml.hang(SLOW_CALLS[0], node.gpus[1])
-    threading.Timer(0.15, node.nvml.release).start()
+    later(0.15, node.nvml.release)
 
 
 def nvml_hangs(node: WholeNode) -> None:
@@ -234,7 +251,7 @@ def api_well(s: Snapshot) -> object:
 
 def broker_slow(node: WholeNode) -> None:
     node.proxy.stall(True)
-    threading.Timer(0.7, node.proxy.stall, (False,)).start()
+    later(0.7, lambda: node.proxy.stall(False))
 
 
 def broker_refuses(node: WholeNode) -> None:
@@ -374,13 +391,13 @@ def nothing(node: WholeNode) -> None:
 
 
 ROWS: dict[tuple[str, str], Row | str] = {
-    ("NVML", "slow"): Row(nvml_slow, nothing, None),
+    ("NVML", "slow"): Row(nvml_slow, answered, None),
     ("NVML", "hangs"): Row(nvml_hangs, lambda n: n.nvml.release(), condition("DriverUnresponsive")),
     ("NVML", "refuses"): Row(
         lambda n: n.nvml.require_reset(n.gpus[1]), lambda n: n.nvml.recover(n.gpus[1]), said("reset")
     ),
     ("NVML", "lies"): Row(nvml_lies, nvml_true, None),
-    ("NVML", "disappears"): Row(card_goes, card_comes, said("not there any more")),
+    ("NVML", "disappears"): Row(card_goes, card_comes, condition("Lost")),
     (
         "sysfs",
         "slow",
@@ -434,13 +451,21 @@ ROWS: dict[tuple[str, str], Row | str] = {
         "lies",
     ): "nothing that it says is acted upon: it is told, not asked (the version sets a unit's advice)",
     ("API server", "disappears"): Row(api_gone, api_back, api_said, well=api_well),
-    ("broker", "slow"): Row(broker_slow, nothing, None, well=online),
+    ("broker", "slow"): Row(broker_slow, answered, None, well=online, within_s=RECONNECT_S),
     ("broker", "hangs"): Row(
-        lambda n: n.proxy.stall(True), lambda n: n.proxy.stall(False), offline, well=online
+        lambda n: n.proxy.stall(True),
+        lambda n: n.proxy.stall(False),
+        offline,
+        well=online,
+        within_s=RECONNECT_S,
     ),
-    ("broker", "refuses"): Row(broker_refuses, lambda n: n.proxy.refuse(False), offline, well=online),
-    ("broker", "lies"): Row(broker_lies, nothing, None, well=online),
-    ("broker", "disappears"): Row(broker_dies, lambda n: n.broker.start(), offline, well=online),
+    ("broker", "refuses"): Row(
+        broker_refuses, lambda n: n.proxy.refuse(False), offline, well=online, within_s=RECONNECT_S
+    ),
+    ("broker", "lies"): Row(broker_lies, nothing, None, well=online, within_s=RECONNECT_S),
+    ("broker", "disappears"): Row(
+        broker_dies, lambda n: n.broker.start(), offline, well=online, within_s=RECONNECT_S
+    ),
     (
         "disk",
         "slow",
@@ -529,7 +554,7 @@ def took_to_start(nodes: Nodes, node: WholeNode, timeout_s: float) -> float:
 def play(nodes: Nodes, row: Row) -> tuple[str, float]:
     """(what became of the pod meanwhile, seconds from mending to well). AssertionError, TimeoutError."""
     node = nodes.of(row.node)
-    node.agent.wait_snapshot(row.well, RECOVERY_S)
+    node.agent.wait_snapshot(row.well, row.within_s)
     pid, log_before = node.agent.pid, len(node.agent.log())
     row.broken(node)
     try:
@@ -540,7 +565,7 @@ def play(nodes: Nodes, row: Row) -> tuple[str, float]:
             node.kubelet.wait_for(lambda: True)
             pod = "waits"
         if row.reason is not None:
-            node.agent.wait_snapshot(row.reason, RECOVERY_S)
+            node.agent.wait_snapshot(row.reason, row.within_s)
             pod += ", said"
         else:
             assert node.agent.snapshot()["gpus"]
@@ -549,10 +574,10 @@ def play(nodes: Nodes, row: Row) -> tuple[str, float]:
     finally:
         begun_s = time.monotonic()
         row.mended(node)
-    node.agent.wait_snapshot(row.well, RECOVERY_S)
+    node.agent.wait_snapshot(row.well, row.within_s)
     back_s = time.monotonic() - begun_s
     if not row.starts:
-        node.kubelet.wait_for(lambda: held.apps[0].running or held.finished, RECOVERY_S)
+        node.kubelet.wait_for(lambda: held.apps[0].running or held.finished, row.within_s)
         node.kubelet.delete(held)
         node.kubelet.wait_for(lambda: held.gone)
     took_to_start(nodes, node, BUDGET_S)
