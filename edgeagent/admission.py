@@ -88,12 +88,6 @@ def validating_policy(names: PolicyNames) -> list[dict[str, Any]]:
     ]
     prefixes = " ||\n  ".join(f"e.name.startsWith('{p}')" for p in FORBIDDEN_ENV_PREFIXES)
 
-    def needs_memory(resource: str) -> str:
-        return (
-            f"variables.sharing.all(c, !('{resource}' in c.resources.limits) ||\n"
-            f"  {memory}.exists(m, m in c.resources.limits))"
-        )
-
     def at_most(resource: str, count: int) -> str:
         return (
             f"variables.sharing.all(c, !('{resource}' in c.resources.limits) ||\n"
@@ -102,13 +96,10 @@ def validating_policy(names: PolicyNames) -> list[dict[str, Any]]:
 
     validations = [
         _validation(
-            needs_memory(names.cores),
+            f"variables.sharing.all(c, !('{names.cores}' in c.resources.limits) ||\n"
+            f"  {memory}.exists(m, m in c.resources.limits))",
             f"{names.cores} needs {names.memory} in the same container: "
             "compute without memory cannot be placed",
-        ),
-        _validation(
-            needs_memory(names.number),
-            f"{names.number} needs {names.memory} in the same container: say how much memory the share has",
         ),
         _validation(at_most(names.cores, 100), f"{names.cores} is per cent of one GPU: at most 100"),
         _validation(

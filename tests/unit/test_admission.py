@@ -51,7 +51,7 @@ def wrapped(kind: str, p: dict[str, Any]) -> dict[str, Any]:
 
 REFUSED = {
     "cores without memory": (container({CORES: "30"}), "compute without memory"),
-    "number without memory": (container({NUMBER: "1"}), "say how much memory"),
+    "cores and number without memory": (container({CORES: "30", NUMBER: "1"}), "compute without memory"),
     "more than 100 cores": (container({MEMORY: "100", CORES: "101"}), "at most 100"),
     "two shares": (container({MEMORY: "100", NUMBER: "2"}), "at most 1"),
     "limits and requests differ": (
@@ -93,6 +93,7 @@ ACCEPTED = {
     "units": container({UNITS: "125"}),
     "memory and cores": container({MEMORY: "8000", CORES: "100"}),
     "volcano's three": container({MEMORY: "8000", CORES: "30", NUMBER: "1"}),
+    "a number alone: a whole GPU": container({NUMBER: "1"}),
     "own env": container({MEMORY: "8000"}, env=[{"name": "NVIDIA_DRIVER_CAPABILITIES", "value": "all"}, {"name": "A"}]),
     "not privileged": container({MEMORY: "8000"}, securityContext={"privileged": False}),
 }  # fmt: skip
