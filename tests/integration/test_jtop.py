@@ -327,7 +327,7 @@ def test_the_board_gets_what_only_jetson_stats_knows(service: StandIn, run: Call
     JetsonTree(service.root, BOARDS["orin-nano-jp6"], "container")
     service.start()
     running = run()
-    running.until(running.source.sample)
+    running.until(lambda: "jetpack" in running.source.facts())
     backend = TegraBackend(HostRoot(service.root), second=running.source)
     (gpu,) = backend.inventory().gpus
     assert (gpu.facts["jetpack"], gpu.facts["l4t"]) == ("6.2", "36.4.3")
