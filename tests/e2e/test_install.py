@@ -25,7 +25,11 @@ from tests.fakes.kubelet import StandInApiServer, StandInKubelet
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 REASON = unsupported()
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.skipif(REASON is not None, reason=str(REASON))]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
+]
 
 PREFIX, CONFIG = "/opt/edgeagent", "/etc/edgeagent/agent.yaml"
 SIMULATED = "gpus: {source: simulated}\nmetrics: {enabled: false}\n"

@@ -93,7 +93,8 @@ def test_a_short_cut_does_not_flap(broker: Mosquitto, observer: Observer, tmp_pa
         for n in range(3):
             proxy.cut()
             wait_until(lambda n=n: up.uplink.state().reconnects > n)
-        observer.wait(lambda seen: sum(s.topic.endswith("/status") for s in seen) >= 4)
+        # A cut may come before the birth of the connection that it cuts: not each of them is heard.
+        observer.wait(lambda seen: sum(s.topic.endswith("/status") for s in seen) >= 2)
         time.sleep(3.5)  # longer than the will's delay
         assert {s.payload["state"] for s in observer.on("/status")} == {"ready"}
 
