@@ -27,7 +27,6 @@ ALLOWED = (
     "log.level",
     "gpus.pollSeconds",
     "sharing.placement",
-    "isolation.watchdog.policy",
     "health.recoverPolls",
     "health.raisePolls",
     "health.xidClasses",
