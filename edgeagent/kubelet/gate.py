@@ -333,11 +333,9 @@ class Gate:
         except AllocationError:
             dropped = None
             with self._lock:  # nothing changes in the ledger for a start that was refused
+                self._ledger.undo(key, before)
                 if before is None:
-                    self._ledger.release(key)
                     dropped = self._starts.pop(key, None)
-                else:
-                    self._ledger.restore(key, before.demand, before.uuid)
                 self._dispatch()
             if dropped is not None and dropped.share is not None:
                 self._isolation.release(dropped.share)
