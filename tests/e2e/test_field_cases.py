@@ -11,9 +11,7 @@ import os
 import random
 import re
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,24 +24,6 @@ from tests.fakes.nvml import driver, host
 from tests.fakes.whole import CORES, IMAGE_ENV, MEMORY, WholeNode, closed_port, container, process_size
 
 Start = Callable[..., WholeNode]
-
-
-@pytest.fixture
-def start(short_dir: Path) -> Iterator[Start]:
-    """Makes a WholeNode and starts it; at the end its log must hold no exception."""
-    with ExitStack() as stack:
-
-        def _start(
-            *cards: str, prepare: Callable[[WholeNode], object] | None = None, **options: Any
-        ) -> WholeNode:
-            node = WholeNode(short_dir, *cards, **options)
-            if prepare is not None:
-                prepare(node)
-            stack.enter_context(node)
-            stack.callback(node.assert_clean_log)
-            return node
-
-        yield _start
 
 
 def reasons(snapshot: dict[str, Any]) -> str:
